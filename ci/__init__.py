@@ -1,0 +1,5 @@
+"""Miles CI: a hardware-aware test registry, planner, runner and GitHub Actions generator.
+
+Needs the standard library and pyyaml (pydantic for the registry model); never imports `miles` or torch.
+Start with `miles-ci --help`.
+"""

@@ -1,0 +1,9 @@
+"""Base of every typed configuration: strict models, YAML with positions, overrides, environment, errors.
+
+Imports nothing of ours; everything else may import it.
+"""
+
+from miles.config.errors import ConfigError, MilesError
+from miles.config.model import StrictModel
+
+__all__ = ["ConfigError", "MilesError", "StrictModel"]
