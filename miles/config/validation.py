@@ -1,0 +1,68 @@
+"""From plain data to a typed configuration, with every error at once and each at its place."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from miles.config.errors import ConfigError
+from miles.config.names import suggestion
+from miles.config.yaml_source import KeyPath
+
+ModelType = TypeVar("ModelType", bound=BaseModel)
+
+
+def validate(model: type[ModelType], data: Any, *, locate: Callable[[KeyPath], Any]) -> ModelType:
+    """Build `model` from `data`; raise one `ConfigError` that lists every fault with its place.
+
+    `locate` maps a key path to something printable (a `Position`, or `--set a.b=c`), or None.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = [_describe(model, data, item, locate) for item in error.errors(include_url=False)]
+    raise ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def field_names(model: type[BaseModel], path: KeyPath) -> list[str]:
+    """Names that the configuration at `path` below `model` accepts; empty where it is no model."""
+    current: Any = model
+    for part in path:
+        models = _models_in(current.model_fields[part].annotation) if part in current.model_fields else []
+        if not models:
+            return []
+        current = models[0]
+    return list(current.model_fields)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return [model for part in typing.get_args(annotation) for model in _models_in(part)]
+    return []
+
+
+def _describe(model: type[BaseModel], data: Any, item: Any, locate: Callable[[KeyPath], Any]) -> str:
+    path: KeyPath = tuple(item["loc"])
+    dotted = ".".join(str(part) for part in path)
+    kind = item["type"]
+    given = item.get("input")
+    if kind == "extra_forbidden":
+        text = f"unknown key '{dotted}'; {suggestion(str(path[-1]), field_names(model, path[:-1]))}"
+    elif kind == "missing":
+        text = f"'{dotted}' is required and missing"
+    elif kind in ("value_error", "assertion_error"):
+        reason = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        text = f"{dotted}: {reason}" if dotted else reason
+    elif kind == "literal_error":
+        allowed = item["ctx"]["expected"]
+        text = f"{dotted}: {given!r} is not allowed; use {allowed}"
+    else:
+        text = f"{dotted}: {item['msg'][0].lower()}{item['msg'][1:]}, got {given!r}"
+    place = locate(path)
+    return f"{place}: {text}" if place is not None else text
