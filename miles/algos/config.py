@@ -1,0 +1,171 @@
+"""Configuration of the algorithm (`algo.*` of a recipe): estimator, loss, KL, corrections, who counts.
+
+Every combination that has no correct meaning is refused here, before anything starts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from miles.config import StrictModel
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+class KLConfig(StrictModel):
+    """`where: reward` subtracts coef·kl from each token's reward; `loss` adds coef·kl to the loss."""
+
+    where: Literal["none", "reward", "loss"] = "none"
+    estimator: Literal["k1", "k2", "k3", "low_var", "support_exact"] = "k1"
+    coef: float = Field(0.0, ge=0.0)
+    # Multiply the loss form by the ratio to the sampling policy, gradient through the ratio.
+    unbiased: bool = False
+
+    @model_validator(mode="after")
+    def _has_a_gradient(self) -> KLConfig:
+        if self.where == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "algo.kl.estimator k1 in the loss has zero expected gradient; use k2 (unbiased gradient), k3 or "
+                "low_var, or put k1 in the reward (algo.kl.where=reward)"
+            )
+        if self.where == "reward" and self.estimator == "support_exact":
+            raise ValueError(
+                "algo.kl.estimator support_exact is a loss term; use algo.kl.where=loss, or k1 in the reward"
+            )
+        if self.unbiased and self.where != "loss":
+            raise ValueError("algo.kl.unbiased applies to the loss form only; set algo.kl.where=loss or unbiased=false")
+        if self.where != "none" and self.coef == 0.0:
+            raise ValueError("algo.kl.where is set but algo.kl.coef is 0; set a coefficient or where=none")
+        return self
+
+
+class RejectConfig(StrictModel):
+    """Weight 0 where the off-policy weight at `level` leaves [lo, hi]; lo defaults to 1/hi."""
+
+    level: Level = "geometric"
+    lo: float | None = Field(None, gt=0.0)
+    hi: float = Field(1.05, gt=1.0)
+
+    @property
+    def low(self) -> float:
+        return 1.0 / self.hi if self.lo is None else self.lo
+
+
+class CorrectionConfig(StrictModel):
+    """Weights w = exp(old - rollout log-probs): truncate = TIS, mask = IcePop, with reject/veto = MIS."""
+
+    mode: Literal["none", "truncate", "clip", "mask"] = "none"
+    level: Level = "token"
+    lo: float | None = Field(None, gt=0.0)
+    hi: float = Field(2.0, gt=1.0)
+    reject: RejectConfig | None = None
+    veto: float | None = Field(None, gt=0.0, lt=1.0)
+    # Use the rollout's log-probs as the old policy: no weight is then left to correct.
+    bypass: bool = False
+
+    @property
+    def low(self) -> float:
+        return 1.0 / self.hi if self.lo is None else self.lo
+
+    @property
+    def active(self) -> bool:
+        return self.mode != "none" or self.reject is not None or self.veto is not None
+
+    @model_validator(mode="after")
+    def _bypass_is_alone(self) -> CorrectionConfig:
+        if self.bypass and self.active:
+            raise ValueError(
+                "algo.correction.bypass makes old = rollout log-probs, so every weight is 1; "
+                "drop mode, reject and veto, or set bypass=false"
+            )
+        if self.low > self.hi:
+            raise ValueError(f"algo.correction: lo {self.low} is above hi {self.hi}")
+        return self
+
+
+class OPSMConfig(StrictModel):
+    """Weight 0 for a sequence with A < 0 whose mean of old - new log-prob exceeds `delta`."""
+
+    delta: float = Field(ge=0.0)
+
+
+class ValueConfig(StrictModel):
+    """Critic of `advantage: gae`."""
+
+    coef: float = Field(0.5, gt=0.0)
+    eps_clip: float = Field(0.2, gt=0.0)
+    lr: float = Field(1e-3, gt=0.0)
+
+
+class AlgoConfig(StrictModel):
+    advantage: Literal["grpo", "rloo", "gae", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
+    loss: Literal["ppo_clip", "dual_clip", "gspo", "cispo", "sft"] = "ppo_clip"
+    # GRPO divides by the group's standard deviation; false is Dr. GRPO.
+    normalize_std: bool = True
+    gamma: float = Field(1.0, ge=0.0, le=1.0)
+    gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
+    value: ValueConfig = ValueConfig()
+    eps_clip: float = Field(0.2, gt=0.0)
+    eps_clip_high: float | None = Field(None, gt=0.0)
+    dual_clip_c: float | None = None
+    kl: KLConfig = KLConfig()
+    entropy_coef: float = Field(0.0, ge=0.0)
+    # On-policy distillation: A -= opd_coef·(old - teacher log-probs).
+    opd_coef: float = Field(0.0, ge=0.0)
+    correction: CorrectionConfig = CorrectionConfig()
+    opsm: OPSMConfig | None = None
+    reduction: Literal["rollout_mean", "token_mean", "fixed"] = "rollout_mean"
+    # L_max of `reduction: fixed`, in tokens.
+    fixed_length: int | None = Field(None, ge=1)
+    mask_truncated: bool = False
+    zero_variance: Literal["keep", "drop"] = "keep"
+    nonfinite: Literal["raise", "skip_step"] = "raise"
+    # Score the policy on the sampler's support when the rollout samples with top-p, top-k or min-p.
+    support_log_probs: Literal["auto", "off"] = "auto"
+
+    @property
+    def clip_high(self) -> float:
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
+    def needs_values(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.where != "none"
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.opd_coef > 0.0
+
+    @property
+    def needs_rollout_log_probs(self) -> bool:
+        return self.correction.active or self.correction.bypass
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> AlgoConfig:
+        if self.loss == "dual_clip" and (self.dual_clip_c is None or self.dual_clip_c <= 1.0):
+            raise ValueError(
+                f"algo.dual_clip_c is {self.dual_clip_c}; loss dual_clip needs a value above 1 (usually 3)"
+            )
+        if self.loss != "dual_clip" and self.dual_clip_c is not None:
+            raise ValueError(f"algo.dual_clip_c has no effect with loss {self.loss}; use loss=dual_clip or remove it")
+        if self.reduction == "fixed" and self.fixed_length is None:
+            raise ValueError(
+                "algo.reduction fixed divides by N·L_max; set algo.fixed_length, e.g. rollout.max_new_tokens"
+            )
+        if self.reduction != "fixed" and self.fixed_length is not None:
+            raise ValueError(f"algo.fixed_length has no effect with reduction {self.reduction}; use reduction=fixed")
+        if self.eps_clip >= 1.0:
+            raise ValueError(f"algo.eps_clip is {self.eps_clip}; 1 - eps_clip must stay above 0")
+        if self.loss == "sft" and (self.kl.where == "reward" or self.correction.active or self.opsm is not None):
+            raise ValueError("algo.loss sft uses no advantages: remove kl.where=reward, correction and opsm")
+        if self.kl.where == "reward" and self.advantage in ("grpo", "rloo"):
+            raise ValueError(
+                f"algo.advantage {self.advantage} has one reward per rollout and no per-token reward; "
+                "use kl.where=loss, or an advantage of gae, reinforce_pp or reinforce_pp_baseline"
+            )
+        return self

@@ -1,0 +1,107 @@
+"""A light tokenizer over Hugging Face tokenizer files, and a character tokenizer to write as such files.
+
+Needs the `tokenizers` package only; importing `transformers` would cost each process seconds. Chat templates
+are left to `transformers`. Encoding adds no special tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles.config import ConfigError
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+class Tokenizer:
+    """Reads `tokenizer.json`, `tokenizer_config.json` of a model folder.
+
+    `eos_id` and `pad_id` are ints; a tokenizer without a padding token pads with `eos_id`.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        folder = Path(directory)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"tokenizer: {file} does not exist; name a Hugging Face model folder")
+        try:
+            self._backend = Backend.from_file(str(file))
+            settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except Exception as error:  # the Rust backend raises bare Exception on a damaged file
+            raise ConfigError(f"tokenizer: cannot read {folder}: {error}") from error
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self.eos_id = self._special(settings, "eos_token", folder)
+        self.pad_id = self._special(settings, "pad_token", folder) if settings.get("pad_token") else self.eos_id
+
+    def _special(self, settings: dict[str, Any], key: str, folder: Path) -> int:
+        token = settings.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        index = self._backend.token_to_id(text) if text else None
+        if index is None:
+            raise ConfigError(f"tokenizer: {folder}/tokenizer_config.json names {key} {text!r}, not in the vocabulary")
+        return index
+
+    def encode(self, text: str) -> np.ndarray:
+        """int64 [n]; `ConfigError` when a character has no token (a lost character would train silently)."""
+        try:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the Rust backend raises bare Exception
+            known = self._backend.get_vocab()
+            lost = sorted({c for c in text if c not in known})
+            raise ConfigError(f"tokenizer: {text[:40]!r} has characters without a token: {lost} ({error})") from error
+        return np.asarray(ids, dtype=np.int64)
+
+    def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
+        return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special)
+
+    def decode_batch(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        return self._backend.decode_batch([list(map(int, row)) for row in rows], skip_special_tokens=True)
+
+
+def build_char_tokenizer(alphabet: str, directory: str | os.PathLike[str]) -> Tokenizer:
+    """Write a tokenizer with one token per character as real Hugging Face files; returns it loaded.
+
+    Ids: 0 `<pad>`, 1 `<eos>`, then the distinct characters in order of first appearance.
+    """
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    characters = list(dict.fromkeys(alphabet))
+    if not characters:
+        raise ConfigError("tokenizer: the alphabet is empty; name the characters of the task")
+    vocab = {token: index for index, token in enumerate([PAD, EOS, *characters])}
+    # Without an unknown token the model refuses text outside the alphabet instead of losing it.
+    backend = Backend(models.WordLevel(vocab, unk_token=""))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(PAD, special=True), AddedToken(EOS, special=True)])
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1 << 20,
+    }
+    _write(folder / "tokenizer.json", backend.to_str(pretty=True))
+    _write(folder / "tokenizer_config.json", json.dumps(settings, indent=2))
+    _write(folder / "special_tokens_map.json", json.dumps({"eos_token": EOS, "pad_token": PAD}, indent=2))
+    return Tokenizer(folder)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
