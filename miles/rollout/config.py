@@ -1,0 +1,161 @@
+"""Configuration of rollouts, engines and the router (`rollout.*`, `engine.*`, `router.*` of a recipe)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from miles.config import StrictModel
+
+
+class RewardConfig(StrictModel):
+    """`kind` picks the function, `options` are its own (see `miles.rollout.rewards`)."""
+
+    kind: Literal[
+        "task", "exact", "positional", "math_boxed", "f1", "choice_letter", "regex", "remote_http", "from_metadata"
+    ] = "task"
+    options: dict[str, Any] = Field(default_factory=dict)
+    timeout_s: float = Field(30.0, gt=0)
+    concurrency: int = Field(64, ge=1)
+    # What a failing function or a non-finite value does: stop the run, or mask that sample.
+    on_error: Literal["raise", "mask"] = "raise"
+
+
+class NonzeroStdFilter(StrictModel):
+    """Refuse a group whose rewards are all equal: it carries no gradient."""
+
+    kind: Literal["check_reward_nonzero_std"]
+
+
+class NoAbortedFilter(StrictModel):
+    """Refuse a group with an aborted or failed sample, or one without a reward."""
+
+    kind: Literal["check_no_aborted"]
+
+
+class RewardRangeFilter(StrictModel):
+    """Keep a group whose mean reward lies in [lo, hi]."""
+
+    kind: Literal["reward_range"]
+    lo: float
+    hi: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RewardRangeFilter:
+        if self.lo > self.hi:
+            raise ValueError(f"reward_range: lo {self.lo} is above hi {self.hi}; swap them")
+        return self
+
+
+FilterConfig = Annotated[NonzeroStdFilter | NoAbortedFilter | RewardRangeFilter, Field(discriminator="kind")]
+
+
+class FiltersConfig(StrictModel):
+    """Applied in order to each finished group; the first refusal wins."""
+
+    chain: list[FilterConfig] = Field(default_factory=list)
+    # Consecutive refusals before the run stops; None: 64 times batch_groups.
+    starvation_limit: int | None = Field(None, ge=1)
+
+
+class RolloutConfig(StrictModel):
+    """How many prompts a step asks for, how they are sampled and judged."""
+
+    batch_groups: int = Field(16, ge=1)
+    group_size: int = Field(16, ge=1)
+    # Groups asked for at first, relative to batch_groups; surplus finished groups serve the next step.
+    over_sampling: float = Field(1.0, ge=1.0)
+    # How many versions behind the trained one a group may start (async mode); 0 is on-policy.
+    max_staleness: int = Field(0, ge=0)
+    partial: bool = False
+    mask_offpolicy_in_partial: bool = False
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    max_new_tokens: int = Field(64, ge=1)
+    # Prompt plus response; None: the engine's own limit.
+    max_context: int | None = Field(None, ge=2)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    request_timeout_s: float = Field(600.0, gt=0)
+    reward: RewardConfig = RewardConfig()
+    filters: FiltersConfig = FiltersConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RolloutConfig:
+        if self.group_size == 1 and any(f.kind == "check_reward_nonzero_std" for f in self.filters.chain):
+            raise ValueError(
+                "rollout.group_size is 1 and rollout.filters has check_reward_nonzero_std, which would refuse every "
+                "group; raise rollout.group_size to 2 or more, or remove the filter"
+            )
+        if self.mask_offpolicy_in_partial and not self.partial:
+            raise ValueError("rollout.mask_offpolicy_in_partial needs rollout.partial=true; set it, or remove the mask")
+        if self.top_k == 0:
+            raise ValueError("rollout.top_k is 0, which allows no token; use -1 for no limit")
+        return self
+
+    @property
+    def needs_sampling_mask(self) -> bool:
+        """True when the sampler cuts the distribution, so that training must score on its support."""
+        return self.top_p < 1.0 or self.min_p > 0.0 or self.top_k > 0
+
+    @property
+    def starvation_limit(self) -> int:
+        return self.filters.starvation_limit or 64 * self.batch_groups
+
+
+GROUP_RELATIVE_ADVANTAGES = frozenset({"grpo", "rloo", "reinforce_pp_baseline"})
+
+
+def check_group_size(rollout: RolloutConfig, advantage: str) -> None:
+    """`ValueError` when the advantage compares the samples of a group and a group has one sample."""
+    if rollout.group_size == 1 and advantage in GROUP_RELATIVE_ADVANTAGES:
+        raise ValueError(
+            f"rollout.group_size is 1 but algo.advantage {advantage} compares the samples of a group, so every "
+            "advantage would be 0; raise rollout.group_size to 2 or more, or choose reinforce_pp or gae"
+        )
+
+
+class EngineConfig(StrictModel):
+    """One rollout engine. `max_total_tokens` bounds the KV cache, `max_running` the batch."""
+
+    engine: Literal["embedded", "sglang"] = "embedded"
+    count: int = Field(1, ge=1)
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = Field(1, ge=1)
+    host: str = "127.0.0.1"
+    # 0: a free port, reported by the engine itself.
+    port: int = Field(0, ge=0, le=65535)
+    # None: the model's own limit.
+    context_length: int | None = Field(None, ge=2)
+    max_running: int = Field(512, ge=1)
+    max_total_tokens: int = Field(65536, ge=16)
+    max_prefill_tokens: int = Field(2048, ge=16)
+    prefix_cache: bool = True
+    start_timeout_s: float = Field(120.0, gt=0)
+    # SGLang only: further server arguments, e.g. {"mem-fraction-static": 0.5}.
+    server_args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _options_fit_engine(self) -> EngineConfig:
+        if self.engine == "embedded" and self.server_args:
+            raise ValueError("engine.server_args is for engine.engine=sglang; the embedded engine takes engine.* keys")
+        if self.port and self.count > 1:
+            raise ValueError(f"engine.port is {self.port} but engine.count is {self.count}; use port 0")
+        return self
+
+
+class RouterConfig(StrictModel):
+    """Request spreading over several engines."""
+
+    policy: Literal["least_inflight", "round_robin", "session"] = "least_inflight"
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    health_interval_s: float = Field(10.0, gt=0)
+    health_timeout_s: float = Field(5.0, gt=0)
+    fail_threshold: int = Field(3, ge=1)
+    recover_threshold: int = Field(2, ge=1)
+    timeout_s: float = Field(3600.0, gt=0)

@@ -1,0 +1,1 @@
+"""Engine adapters: each starts a server that speaks the HTTP contract of `miles.rollout.engine`."""
