@@ -1,0 +1,138 @@
+"""Scan a whole repository: which files count, what each declares, a cache keyed by content.
+
+Only files under `tests/` are looked at. `conftest.py` and files below a folder named `helpers` are exempt.
+Symbolic links are not followed. A file without the bytes `register_` is never parsed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from ci.declare.cache import ScanCache
+from ci.declare.model import IMPLICIT_FOLDER, IMPLICIT_SUITE, Declaration, FileScan, GateDeclaration, Scan
+from ci.declare.reader import MARKER, decode, defines_tests, read_source
+from ci.errors import Diagnostic
+
+TESTS = "tests"
+# Hidden folders and caches never hold test files; looking into them costs time on a large tree.
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
+
+
+def scan_tree(root: Path | str, *, cache_dir: Path | None = None) -> Scan:
+    """Every declaration under `root/tests`; with `cache_dir` unchanged files are not parsed again.
+
+    Never stops early and never raises for the content of a file. A missing `tests` folder is an empty scan.
+    """
+    base = os.fspath(root)
+    cache = ScanCache.load(cache_dir) if cache_dir is not None else ScanCache()
+    declarations: list[Declaration] = []
+    gates: list[GateDeclaration] = []
+    errors: list[Diagnostic] = []
+    files: list[str] = []
+    for path in test_tree_files(base):
+        try:
+            with open(os.path.join(base, path), "rb") as stream:
+                data = stream.read()
+        except OSError as error:
+            errors.append(Diagnostic(path, 1, 1, "unreadable", f"cannot be read: {error.strerror or error}"))
+            continue
+        if is_test_file(path):
+            files.append(path)
+            found = _read_test_file(path, data, cache)
+        else:
+            found = _read_other_file(path, data, cache)
+        if found.errors:
+            errors.extend(found.errors)
+        else:
+            declarations.extend(found.declarations)
+            gates.extend(found.gates)
+    if cache_dir is not None:
+        cache.save(cache_dir)
+    return Scan(base, tuple(declarations), tuple(gates), tuple(sorted(errors)), tuple(files))
+
+
+def test_tree_files(base: str) -> list[str]:
+    """Non-exempt Python files under `tests/`, relative, with `/`, sorted."""
+    found: list[str] = []
+    stack = [TESTS]
+    while stack:
+        folder = stack.pop()
+        try:
+            entries = list(os.scandir(os.path.join(base, folder)))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for entry in entries:
+            name = entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if name not in _SKIPPED_FOLDERS and not name.startswith(".") and name != "helpers":
+                    stack.append(f"{folder}/{name}")
+            elif name.endswith(".py") and name != "conftest.py" and entry.is_file(follow_symlinks=False):
+                found.append(f"{folder}/{name}")
+    found.sort()
+    return found
+
+
+def is_test_file(path: str) -> bool:
+    return path.rpartition("/")[2].startswith("test_")
+
+
+def _read_test_file(path: str, data: bytes, cache: ScanCache) -> FileScan:
+    if MARKER in data:
+        key = _key(path, data)
+        found = cache.get(key, path)
+        if found is None:
+            found = read_source(path, data)
+            cache.put(key, found)
+        cache.used(key)
+        if found.declarations or found.errors:
+            return found
+    else:
+        found = FileScan()
+        if not data.isascii():
+            _, problem = decode(path, data)
+            if problem is not None:
+                return FileScan(errors=(problem,))
+    if path.startswith(IMPLICIT_FOLDER + "/"):
+        implicit = Declaration(path=path, backend="cpu", suite=IMPLICIT_SUITE, implicit=True)
+        return FileScan((implicit,), found.gates)
+    message = "declares no suite: call register_cpu_ci, register_cuda_ci or register_rocm_ci at the top level"
+    return FileScan(errors=(Diagnostic(path, 1, 1, "not-declared", message),))
+
+
+def _read_other_file(path: str, data: bytes, cache: ScanCache) -> FileScan:
+    """A file under tests/ that pytest would not collect here: it may hold neither tests nor declarations."""
+    if b"def test_" not in data and MARKER not in data:
+        return FileScan()
+    key = _key(path, data)
+    found = cache.get(key, path)
+    if found is None:
+        found = _judge_other_file(path, data)
+        cache.put(key, found)
+    cache.used(key)
+    return found
+
+
+def _judge_other_file(path: str, data: bytes) -> FileScan:
+    errors: list[Diagnostic] = []
+    tests = defines_tests(path, data)
+    if isinstance(tests, Diagnostic):
+        errors.append(tests)
+    elif tests is not None:
+        line, column, name = tests
+        message = f"{name} would never run: rename the file to test_*.py, or move helpers to conftest.py or helpers/"
+        errors.append(Diagnostic(path, line, column, "misplaced-test", message))
+    if not errors and MARKER in data:
+        found = read_source(path, data)
+        errors.extend(found.errors)
+        for item in (*found.declarations, *found.gates):
+            message = "a declaration in a file that is no test: rename the file to test_*.py or remove the call"
+            errors.append(Diagnostic(path, item.line, item.column, "misplaced-declaration", message))
+    return FileScan(errors=tuple(errors))
+
+
+def _key(path: str, data: bytes) -> str:
+    # The name decides which rules apply, so it is part of the key; the folder is not.
+    kind = b"test" if is_test_file(path) else b"other"
+    return hashlib.blake2b(data, digest_size=16, key=kind).hexdigest()

@@ -1,0 +1,20 @@
+"""Errors of the history store."""
+
+from __future__ import annotations
+
+from ci.errors import CiError
+
+
+class StoreError(CiError):
+    """The store cannot be reached, read or written; the text names the address and the cause.
+
+    Planning goes on with `ci/durations.json`; a gated test is an error, never a silent pass.
+    """
+
+    exit_code = 3
+
+
+class GateError(CiError):
+    """A metric gate is declared wrongly, or a person asks for a promotion that cannot be done."""
+
+    exit_code = 2

@@ -1,0 +1,106 @@
+"""The SQL both stores share, written once with `?` placeholders in the dialect both servers understand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ci.history.records import CANDIDATE, TRUSTED, DurationRow, MetricIdentity, MetricValue
+
+IDENTITY_COLUMNS = ("test", "backend", "suite", "hardware", "num_gpus", "metric", "steps", "spec_digest")
+
+# Entry i brings a store from version i to i + 1. An entry that was released is never edited.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE durations (
+            test TEXT NOT NULL, suite TEXT NOT NULL, backend TEXT NOT NULL, hardware TEXT NOT NULL,
+            num_gpus INTEGER NOT NULL, duration_ms BIGINT NOT NULL, outcome TEXT NOT NULL, run_id TEXT NOT NULL,
+            recorded_at DOUBLE PRECISION NOT NULL, attempt INTEGER NOT NULL, commit_id TEXT NOT NULL,
+            PRIMARY KEY (test, suite, hardware, run_id, attempt))""",
+        "CREATE INDEX durations_recent ON durations (hardware, outcome, recorded_at)",
+        """CREATE TABLE metric_values (
+            test TEXT NOT NULL, backend TEXT NOT NULL, suite TEXT NOT NULL, hardware TEXT NOT NULL,
+            num_gpus INTEGER NOT NULL, metric TEXT NOT NULL, steps TEXT NOT NULL, spec_digest TEXT NOT NULL,
+            position INTEGER NOT NULL, value DOUBLE PRECISION NOT NULL, state TEXT NOT NULL, run_id TEXT NOT NULL,
+            recorded_at DOUBLE PRECISION NOT NULL, commit_id TEXT NOT NULL,
+            PRIMARY KEY (test, backend, suite, hardware, num_gpus, metric, steps, spec_digest, position, run_id))""",
+    ),
+)
+
+_SAME_SERIES = " AND ".join(f"{name} = ?" for name in IDENTITY_COLUMNS)
+_IDENTITY_LIST = ", ".join(IDENTITY_COLUMNS)
+
+
+class SqlStore:
+    """Everything but the connection. A subclass gives `_rows` (read) and `_write` (one transaction)."""
+
+    def _rows(self, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+        raise NotImplementedError
+
+    def _write(self, statements: Iterable[tuple[str, Sequence[Any]]]) -> int:
+        raise NotImplementedError
+
+    def record_durations(self, rows: Sequence[DurationRow]) -> int:
+        sql = f"INSERT INTO durations VALUES ({', '.join('?' * 11)}) ON CONFLICT DO NOTHING"
+        return self._write((sql, _duration_columns(row)) for row in rows)
+
+    def passing_durations(
+        self, *, hardware: str, since: float, limit: int = 20, suite: str | None = None
+    ) -> Mapping[tuple[str, str], list[int]]:
+        only_suite = "" if suite is None else " AND suite = ?"
+        sql = f"""SELECT suite, test, duration_ms FROM (
+                SELECT suite, test, duration_ms, ROW_NUMBER() OVER (
+                    PARTITION BY suite, test ORDER BY recorded_at DESC, run_id DESC, attempt DESC) AS age
+                FROM durations
+                WHERE hardware = ? AND outcome = 'passed' AND recorded_at >= ?{only_suite}) AS recent
+            WHERE age <= ? ORDER BY suite, test, age"""
+        parameters = [hardware, since, *([] if suite is None else [suite]), limit]
+        found: dict[tuple[str, str], list[int]] = {}
+        for suite_id, test, duration in self._rows(sql, parameters):
+            found.setdefault((suite_id, test), []).append(int(duration))
+        return found
+
+    def outcomes(self, *, test: str, suite: str, limit: int = 20) -> list[tuple[str, str]]:
+        sql = """SELECT run_id, outcome FROM (
+                SELECT run_id, outcome, recorded_at, ROW_NUMBER() OVER (
+                    PARTITION BY run_id ORDER BY attempt DESC, recorded_at DESC) AS age
+                FROM durations WHERE test = ? AND suite = ?) AS last_attempts
+            WHERE age = 1 ORDER BY recorded_at DESC, run_id DESC LIMIT ?"""
+        return [(run, outcome) for run, outcome in self._rows(sql, (test, suite, limit))]
+
+    def record_values(self, rows: Sequence[MetricValue]) -> int:
+        sql = f"INSERT INTO metric_values VALUES ({', '.join('?' * 14)}) ON CONFLICT DO NOTHING"
+        return self._write((sql, _value_columns(row)) for row in rows)
+
+    def values(self, identity: MetricIdentity, *, state: str, limit: int, position: int = 0) -> list[MetricValue]:
+        sql = f"""SELECT value, run_id, recorded_at, commit_id FROM metric_values
+            WHERE {_SAME_SERIES} AND position = ? AND state = ? ORDER BY recorded_at DESC, run_id DESC LIMIT ?"""
+        rows = self._rows(sql, (*identity.columns(), position, state, limit))
+        return [
+            MetricValue(identity, float(value), run, float(at), state=state, position=position, commit=commit)
+            for value, run, at, commit in rows
+        ]
+
+    def promote(self, identity: MetricIdentity, *, position: int = 0) -> int:
+        sql = f"UPDATE metric_values SET state = ? WHERE {_SAME_SERIES} AND position = ? AND state = ?"
+        return self._write([(sql, (TRUSTED, *identity.columns(), position, CANDIDATE))])
+
+    def series(self) -> list[tuple[MetricIdentity, int, int]]:
+        sql = f"""SELECT {_IDENTITY_LIST}, SUM(CASE WHEN state = ? THEN 1 ELSE 0 END),
+                SUM(CASE WHEN state = ? THEN 1 ELSE 0 END)
+            FROM metric_values GROUP BY {_IDENTITY_LIST} ORDER BY {_IDENTITY_LIST}"""
+        width = len(IDENTITY_COLUMNS)
+        return [
+            (MetricIdentity(*row[:width]), int(row[width]), int(row[width + 1]))
+            for row in self._rows(sql, (TRUSTED, CANDIDATE))
+        ]
+
+
+def _duration_columns(row: DurationRow) -> tuple[Any, ...]:
+    head = (row.test, row.suite, row.backend, row.hardware, row.num_gpus, row.duration_ms, row.outcome, row.run_id)
+    return (*head, row.recorded_at, row.attempt, row.commit)
+
+
+def _value_columns(row: MetricValue) -> tuple[Any, ...]:
+    tail = (row.position, row.value, row.state, row.run_id, row.recorded_at, row.commit)
+    return (*row.identity.columns(), *tail)
