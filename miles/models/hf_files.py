@@ -1,0 +1,244 @@
+"""Reading and writing Hugging Face model folders: safetensors shards, index, tokenizer files.
+
+Reads only the slices asked for. A missing shard, a truncated file, a wrong shape or dtype is an error
+with file, tensor, expected and got. Folders are written under a temporary name and renamed, so that a
+reader never sees half a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles.config.files import storage_error, sync_folder
+from miles.models.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Tensor name -> {dtype, shape, data_offsets} of a safetensors file whose data is complete."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise ModelError(f"{path}: truncated safetensors file: {size} bytes, no header")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > size - 8:
+                raise ModelError(
+                    f"{path}: truncated safetensors file: the header needs {8 + length} bytes, the file has {size}"
+                )
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: file is missing") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path}: not a safetensors file: {error}") from None
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        end = 8 + length + entry["data_offsets"][1]
+        if end > size:
+            raise ModelError(
+                f"{path}: truncated safetensors file at tensor {name}: expected {end} bytes, got {size}; "
+                "copy or download the file again"
+            )
+    return header
+
+
+class HFCheckpoint:
+    """A model folder's tensors, read slice by slice. Open files are kept until `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.file_of: dict[str, Path] = {}
+        self.info: dict[str, dict[str, Any]] = {}
+        for path in _shards(directory):
+            for name, entry in read_header(path).items():
+                if name in self.file_of:
+                    raise ModelError(f"{path}: tensor {name} is also in {self.file_of[name].name}")
+                self.file_of[name] = path
+                self.info[name] = entry
+        self._check_index()
+        self._open: dict[Path, Any] = {}
+
+    def names(self) -> Iterable[str]:
+        return self.file_of.keys()
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Shape and dtype of one tensor before anything is read."""
+        if name not in self.file_of:
+            raise ModelError(f"{self.directory}: tensor {name} is missing, expected shape {list(shape)}")
+        got = self.info[name]
+        if list(got["shape"]) != list(shape):
+            raise ModelError(
+                f"{self.file_of[name]}: tensor {name}: expected shape {list(shape)}, got {list(got['shape'])}"
+            )
+        if got["dtype"] not in _DTYPES:
+            raise ModelError(
+                f"{self.file_of[name]}: tensor {name}: expected a floating dtype "
+                f"({', '.join(sorted(_DTYPES))}), got {got['dtype']}"
+            )
+
+    def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
+        """The tensor, or its rows (axis 0) or columns (axis 1) `[start, stop)`."""
+        handle = self._handle(self.file_of[name])
+        if axis is None:
+            return handle.get_tensor(name)
+        view = handle.get_slice(name)
+        return view[start:stop] if axis == 0 else view[:, start:stop]
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._open:
+            from safetensors import safe_open
+
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path]
+
+    def _check_index(self) -> None:
+        path = self.directory / _INDEX
+        if not path.exists():
+            return
+        listed = _index(path)
+        lost = sorted(name for name, shard in listed.items() if self.file_of.get(name) != self.directory / shard)
+        if lost:
+            raise ModelError(
+                f"{path}: these tensors are not in the shard that the index names: "
+                + ", ".join(f"{name} ({listed[name]})" for name in lost[:20])
+            )
+
+
+def _index(path: Path) -> dict[str, str]:
+    try:
+        return json.loads(path.read_text())["weight_map"]
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: not a safetensors index: {error}") from None
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.exists():
+        paths = [directory / name for name in sorted(set(_index(index).values()))]
+        missing = [path.name for path in paths if not path.exists()]
+        if missing:
+            raise ModelError(f"{directory}: missing shards named by {_INDEX}: {', '.join(missing)}")
+        return paths
+    single = directory / "model.safetensors"
+    if not single.exists():
+        raise ModelError(f"{directory}: neither model.safetensors nor {_INDEX} is there; is this a model folder?")
+    return [single]
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copy whichever tokenizer and generation files `source` has."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def publish_folder(temporary: Path, target: Path) -> None:
+    """Make every file of `temporary` durable and give it its final name; an older `target` is replaced."""
+    for path in temporary.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(temporary)
+    aside = target.with_name(f".{target.name}.old")
+    if aside.exists():
+        shutil.rmtree(aside)
+    if target.exists():
+        target.rename(aside)
+    temporary.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+class FolderWriter:
+    """`with FolderWriter(target) as folder:` fills a temporary folder and publishes it whole, or removes it."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.temporary = target.with_name(f".{target.name}.tmp{os.getpid()}")
+
+    def __enter__(self) -> Path:
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.temporary.mkdir()
+        except OSError as error:
+            raise storage_error(self.target, error) from error
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            try:
+                publish_folder(self.temporary, self.target)
+            except OSError as failure:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+                raise storage_error(self.target, failure) from failure
+            return
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise storage_error(self.target, error) from error
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def write_shards(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, shard_bytes: int = 4 << 30) -> None:
+    """Write `tensors` in order into one `model.safetensors`, or into numbered shards with an index.
+
+    One shard of tensors is held in memory at a time.
+    """
+    from safetensors.torch import save_file
+
+    shards: list[tuple[Path, list[str]]] = []
+    held: dict[str, torch.Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        nonlocal size
+        path = directory / f"part-{len(shards)}.safetensors"
+        save_file(held, path, metadata={"format": "pt"})
+        shards.append((path, list(held)))
+        held.clear()
+        size = 0
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > shard_bytes:
+            flush()
+        held[name] = tensor.detach().to("cpu").contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        shards[0][0].rename(directory / "model.safetensors")
+        return
+    weight_map = {}
+    for number, (path, names) in enumerate(shards, start=1):
+        final = directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        path.rename(final)
+        weight_map.update(dict.fromkeys(names, final.name))
+    write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -1,0 +1,1 @@
+"""Qwen3 dense: grouped-query attention with per-head query and key norms, SwiGLU, rotary embedding."""
