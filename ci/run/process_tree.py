@@ -1,0 +1,153 @@
+"""Processes below one process, read from /proc, and the ways to end all of them.
+
+Works on any Linux without privileges. The root is expected to be a child subreaper, so that children which call
+setsid or fork twice stay below it. Imported by the supervisor program: standard library only, cheap to import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+COMMAND_LIMIT = 200
+
+
+@dataclass(frozen=True)
+class Process:
+    """One entry of /proc. `start` (clock ticks since boot) tells a reused pid from the process meant."""
+
+    pid: int
+    parent: int
+    state: str
+    start: int
+    command: str
+
+    @property
+    def alive(self) -> bool:
+        return self.state not in "ZXx"
+
+
+def read_process(pid: int, *, proc: str = "/proc") -> Process | None:
+    """The process `pid`, or None when it is gone."""
+    try:
+        with open(f"{proc}/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return None
+    # The name stands in brackets and may itself hold blanks and brackets.
+    name_end = stat.rfind(b")")
+    fields = stat[name_end + 2 :].split()
+    name = stat[stat.find(b"(") + 1 : name_end].decode(errors="replace")
+    return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]), name)
+
+
+def command_of(pid: int, fallback: str = "", *, proc: str = "/proc") -> str:
+    """The command line of a process, arguments joined by blanks; `fallback` when it cannot be read."""
+    try:
+        with open(f"{proc}/{pid}/cmdline", "rb") as file:
+            words = file.read(4096).rstrip(b"\0").replace(b"\0", b" ")
+    except OSError:
+        return fallback
+    return words.decode(errors="replace")[:COMMAND_LIMIT] or fallback
+
+
+def all_processes(*, proc: str = "/proc") -> list[Process]:
+    found = (read_process(int(name), proc=proc) for name in os.listdir(proc) if name.isdigit())
+    return [process for process in found if process is not None]
+
+
+def descendants(root: int, processes: Iterable[Process] | None = None) -> list[Process]:
+    """Everything below `root`, parents before children, zombies included, `root` itself not."""
+    children: dict[int, list[Process]] = {}
+    for process in all_processes() if processes is None else processes:
+        children.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    queue = [root]
+    while queue:
+        for child in children.get(queue.pop(0), ()):
+            found.append(child)
+            queue.append(child.pid)
+    return found
+
+
+def living_below(root: int) -> list[Process]:
+    return [process for process in descendants(root) if process.alive]
+
+
+def catches(pid: int, number: int, *, proc: str = "/proc") -> bool:
+    """Does the process handle this signal? One that does not would be killed by SIGUSR1."""
+    try:
+        with open(f"{proc}/{pid}/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except OSError:
+        pass
+    return False
+
+
+def send(processes: Iterable[Process], number: int) -> int:
+    """Signal each process that is still the one meant; returns how many took it."""
+    taken = 0
+    for process in processes:
+        now = read_process(process.pid)
+        if now is None or now.start != process.start:
+            continue
+        try:
+            os.kill(process.pid, number)
+        except OSError:
+            continue
+        taken += 1
+    return taken
+
+
+def reap() -> list[tuple[int, int]]:
+    """Collect every child that has ended: [(pid, wait status)]."""
+    ended = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, status))
+
+
+def kill_all(
+    root: int,
+    *,
+    limit_s: float,
+    on_reaped: Callable[[int, int], None],
+    cgroup: str | None = None,
+    find: Callable[[int], list[Process]] = living_below,
+    deliver: Callable[[Iterable[Process], int], int] = send,
+) -> list[Process]:
+    """SIGKILL everything below `root`; returns what is still alive after `limit_s`.
+
+    Each round first stops what it sees until nothing new appears, so that a tree that forks faster than it is
+    killed cannot win.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        if cgroup is not None:
+            with contextlib.suppress(OSError), open(f"{cgroup}/cgroup.kill", "w") as file:
+                file.write("1")
+        seen: set[int] = set()
+        while True:
+            fresh = [process for process in find(root) if process.pid not in seen]
+            if not fresh:
+                break
+            deliver(fresh, signal.SIGSTOP)
+            seen.update(process.pid for process in fresh)
+        deliver(find(root), signal.SIGKILL)
+        for pid, status in reap():
+            on_reaped(pid, status)
+        left = find(root)
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(0.02)
