@@ -1,0 +1,238 @@
+"""HTTP routes of the embedded engine's weight updates, for any Starlette or FastAPI application.
+
+The routes drive `WeightReceiver` and move the engine through `WeightHost`: stop computing at begin; flush, verify,
+set the version and serve again at end; refuse everything when the engine becomes dirty. One update at a time; a
+sender that falls silent past its announced timeout leaves the engine dirty.
+
+| route | body -> reply |
+|---|---|
+| GET /parameter_table | -> {schema, tables, engine_epoch, host, transports, weights} |
+| GET /weight_status | -> the receiver's status |
+| POST /begin_weight_update | {schema, run_id, weight_version, selector, plan_digest, table_digest, engine_epoch, pause, timeout_s} -> {session} |
+| POST /update_weights_from_tensor | {session, plan_digest, selector, weight_version, load_format, flush_cache, bucket, handle} -> {sequence, digest} |
+| POST /end_weight_update | {session, plan_digest, selector, weight_version, buckets} -> {weights} |
+| POST /abort_weight_update | {session, reason} -> {weights} |
+Every reply carries {success, message}; a refused request has `code` and HTTP 409 (engine unchanged) or 400 (dirty).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from miles.data.shared_buffer import AttachedBuffers
+from miles.data.weight_bucket import SCHEMA, BucketHeader, WeightWireError, host_identity, parse_version
+from miles.rollout.engines.embedded.gate import WeightHost
+from miles.rollout.engines.embedded.weights import BeginUpdate, WeightReceiver, WeightUpdateError, table_of
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 4 << 20
+LOAD_FORMATS = ("miles_bucket",)
+
+
+class WeightService:
+    """Serialises weight-update messages, bounds their silence and ties them to the engine behind `host`."""
+
+    def __init__(
+        self,
+        host: WeightHost,
+        *,
+        receiver: WeightReceiver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.receiver = receiver or WeightReceiver(
+            host.parameters(), table_of(host.parameters(), aliases=host.aliases()), version=host.weight_version
+        )
+        self.buffers = AttachedBuffers()
+        self._host = host
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._watchdog: asyncio.Task[None] | None = None
+        self._routes: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
+            "/begin_weight_update": self._begin,
+            "/update_weights_from_tensor": self._tensor,
+            "/end_weight_update": self._end,
+            "/abort_weight_update": self._abort,
+        }
+
+    @property
+    def post_routes(self) -> tuple[str, ...]:
+        return tuple(self._routes)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "success": True,
+            "message": "",
+            "schema": SCHEMA,
+            "tables": [self.receiver.table.to_wire()],
+            "engine_epoch": self.receiver.epoch,
+            "host": host_identity(),
+            "transports": ["tensor"],
+            "weights": self.status(),
+        }
+
+    def status(self) -> dict[str, Any]:
+        return {**self.receiver.status(), "open_handles": self.buffers.count}
+
+    async def handle(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """One POST: (HTTP status, reply). Errors that end the session have already made the engine dirty."""
+        async with self._lock:
+            was_dirty = self.receiver.refusal() is not None
+            try:
+                reply = await self._routes[path](_object(body))
+                return 200, {"success": True, "message": "", **reply}
+            except WeightUpdateError as error:
+                status = 400 if error.fatal else 409
+                reply = {"code": error.code, "message": str(error), "retry_after_s": error.retry_after_s}
+            except WeightWireError as error:
+                status, reply = 400, {"code": "bad_wire", "message": str(error)}
+            except Exception as error:
+                # Whatever went wrong, part of the new weights may be in place: never serve them.
+                logger.exception("weight update failed inside the engine")
+                self.receiver.abort("internal", repr(error))
+                status, reply = 500, {"code": "internal", "message": repr(error)}
+            if self.receiver.refusal() is not None and not was_dirty:
+                await self._became_dirty()
+            return status, {"success": False, **reply, "weights": self.status()}
+
+    async def close(self) -> None:
+        """Stop the watchdog and drop every mapping."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self.buffers.close()
+
+    async def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        begin = _read_begin(message)
+        self.receiver.check_begin(begin, self._clock())
+        token = self.receiver.begin(begin, self._clock())
+        if self._watchdog is None or self._watchdog.done():
+            self._watchdog = asyncio.create_task(self._watch())
+        await asyncio.to_thread(self._host.begin_update)
+        return {"session": token}
+
+    async def _tensor(self, message: dict[str, Any]) -> dict[str, Any]:
+        token, plan_digest = self._session_fields(message)
+        with self._wire_errors_are_fatal():
+            if message.get("load_format") not in LOAD_FORMATS:
+                raise WeightWireError(f"load_format {message.get('load_format')!r}: this engine reads {LOAD_FORMATS}")
+            header = BucketHeader.from_wire(message.get("bucket"))
+            buffer = self.buffers.open(message.get("handle"))
+        load = self.receiver.load
+        if header.nbytes <= INLINE_BYTES:
+            found = load(token, plan_digest, header, buffer, self._clock())
+        else:
+            found = await asyncio.to_thread(load, token, plan_digest, header, buffer, self._clock())
+        return {"sequence": header.sequence, "digest": None if found is None else f"{found:#x}"}
+
+    async def _end(self, message: dict[str, Any]) -> dict[str, Any]:
+        token, plan_digest = self._session_fields(message)
+        version, buckets = parse_version(message.get("weight_version")), message.get("buckets")
+        if type(buckets) is not int:
+            raise WeightWireError("end_weight_update needs buckets, the number sent")
+        self.receiver.complete(token, plan_digest, version, buckets)
+        await self._flush_and_verify(version)
+        self.buffers.close()
+        self.receiver.finish(token)
+        await asyncio.to_thread(self._host.finish_update, version)
+        return {"weights": self.status()}
+
+    async def _flush_and_verify(self, version: int) -> None:
+        """Nothing computed by older weights may be left when this version is first served."""
+        await asyncio.to_thread(self._host.flush_caches)
+        left = self._host.cached_prefix_tokens()
+        if left:
+            message = f"{left} tokens computed before version {version} are still cached after the flush"
+            self.receiver.abort("flush_failed", message)
+            raise WeightUpdateError("flush_failed", message)
+
+    async def _abort(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.receiver.abort_session(str(message.get("session")), str(message.get("reason", "no reason given")))
+        await self._became_dirty()
+        return {"weights": self.status()}
+
+    async def _became_dirty(self) -> None:
+        self.buffers.close()
+        await asyncio.to_thread(self._host.fail_update, self.receiver.refusal() or "")
+
+    async def _watch(self) -> None:
+        while (left := self.receiver.seconds_left(self._clock())) is not None:
+            await asyncio.sleep(max(left, 0.001))
+            async with self._lock:
+                if self.receiver.expire(self._clock()):
+                    await self._became_dirty()
+
+    def _session_fields(self, message: dict[str, Any]) -> tuple[str, str]:
+        """Token and plan digest; a message of another session is refused before anything of it is believed."""
+        token = str(message.get("session"))
+        self.receiver.require_session(token)
+        selector = message.get("selector")
+        self.receiver.require_selector(token, selector if isinstance(selector, str) else tuple(selector or ()))
+        return token, str(message.get("plan_digest"))
+
+    @contextmanager
+    def _wire_errors_are_fatal(self) -> Iterator[None]:
+        try:
+            yield
+        except WeightWireError as error:
+            self.receiver.abort("bad_wire", str(error))
+            raise
+
+
+def register_routes(app: Any, service: WeightService) -> None:
+    """Mount the update routes on a Starlette or FastAPI application."""
+
+    async def post(request: Request) -> Response:
+        status, reply = await service.handle(request.url.path, await request.body())
+        return _json(status, reply)
+
+    async def parameter_table(request: Request) -> Response:
+        return _json(200, service.describe())
+
+    async def weight_status(request: Request) -> Response:
+        return _json(200, service.status())
+
+    for path in service.post_routes:
+        app.add_route(path, post, methods=["POST"])
+    app.add_route("/parameter_table", parameter_table, methods=["GET"])
+    app.add_route("/weight_status", weight_status, methods=["GET"])
+
+
+def _json(status: int, value: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        message = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise WeightWireError(f"weight update body is not JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise WeightWireError("weight update body must be a JSON object")
+    return message
+
+
+def _read_begin(message: dict[str, Any]) -> BeginUpdate:
+    if message.get("schema") != SCHEMA:
+        raise WeightWireError(f"begin_weight_update schema {message.get('schema')!r}: this engine reads {SCHEMA}")
+    selector, timeout_s = message.get("selector"), message.get("timeout_s")
+    texts = {key: message.get(key) for key in ("run_id", "plan_digest", "table_digest", "engine_epoch", "pause")}
+    wrong = [key for key, value in texts.items() if not isinstance(value, str)]
+    if wrong or not isinstance(timeout_s, int | float):
+        raise WeightWireError(f"begin_weight_update: {wrong or ['timeout_s']} missing or of the wrong type")
+    if selector != "all" and not (isinstance(selector, list) and all(isinstance(m, str) for m in selector)):
+        raise WeightWireError('begin_weight_update: selector must be "all" or a list of module names')
+    return BeginUpdate(
+        version=parse_version(message.get("weight_version")),
+        selector="all" if selector == "all" else tuple(selector),
+        timeout_s=float(timeout_s),
+        **texts,
+    )
