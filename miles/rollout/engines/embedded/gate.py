@@ -84,6 +84,10 @@ class WeightHost(Protocol):
         """any -> dirty: running and waiting requests are refused with 503 `weights_dirty`."""
         ...
 
+    def flush_caches(self) -> None:
+        """Drop every cached prefix."""
+        ...
+
     def cached_prefix_tokens(self) -> int:
         """Tokens in the prefix cache; 0 right after a flush or an update."""
         ...

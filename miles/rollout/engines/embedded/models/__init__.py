@@ -1,0 +1,48 @@
+"""Model families of the embedded engine: mathematics only, Hugging Face names, weights in live storage.
+
+A family is one class with `from_config`, `parameters`, `aliases`, `hidden_states`, `logits` and the numbers that
+size its cache. Add one: a module here and a line in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from miles.rollout.engines.embedded.models.qwen3 import Qwen3
+from miles.rollout.errors import EngineModelError
+
+# (layer, q [n, heads, dim], k [n, kv_heads, dim], v [n, kv_heads, dim]) -> [n, heads * dim]
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Model(Protocol):
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def parameters(self) -> Mapping[str, torch.Tensor]: ...
+    def aliases(self) -> Mapping[str, str]: ...
+    def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+FAMILIES: dict[str, Callable[..., Model]] = {"qwen3": Qwen3.from_config}
+
+
+def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device, context: int | None) -> Model:
+    """An uninitialised model for a Hugging Face `config.json`; `EngineModelError` for an unknown family or option."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise EngineModelError(
+            f"config.json: model_type {family!r} is not served by the embedded engine "
+            f"(it serves {', '.join(FAMILIES)}); use engine.engine=sglang"
+        )
+    return FAMILIES[family](config, dtype=dtype, device=device, context=context)

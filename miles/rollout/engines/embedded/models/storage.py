@@ -1,0 +1,33 @@
+"""Live parameter storage: fused matrices for speed, Hugging Face names as views into them."""
+
+from __future__ import annotations
+
+import torch
+
+
+class ParameterStore:
+    """Allocates storage and remembers which name lives where.
+
+    A fused group is one tensor whose row blocks are the named parameters: writing a named view in place changes
+    the fused tensor, so a weight update needs no copy and no rebuilding.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.by_name: dict[str, torch.Tensor] = {}
+        self.alias_of: dict[str, str] = {}
+
+    def add(self, name: str, *shape: int) -> torch.Tensor:
+        return self.fused({name: shape})
+
+    def fused(self, parts: dict[str, tuple[int, ...]]) -> torch.Tensor:
+        """One tensor of all parts stacked along the first dimension; each part is contiguous."""
+        shapes = list(parts.values())
+        tail = shapes[0][1:]
+        storage = torch.empty((sum(s[0] for s in shapes), *tail), dtype=self.dtype, device=self.device)
+        row = 0
+        for name, shape in parts.items():
+            self.by_name[name] = storage[row : row + shape[0]]
+            row += shape[0]
+        return storage
