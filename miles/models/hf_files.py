@@ -161,6 +161,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> None:
 def publish_folder(temporary: Path, target: Path) -> None:
     """Make every file of `temporary` durable and give it its final name; an older `target` is replaced."""
     for path in temporary.iterdir():
+        path.chmod(0o644)
         with path.open("rb") as file:
             os.fsync(file.fileno())
     sync_folder(temporary)

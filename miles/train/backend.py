@@ -1,0 +1,78 @@
+"""The seam between the training loop and a training backend.
+
+One backend object lives in each rank's process; every method is collective over the backend's mesh unless it
+says otherwise. The loop knows token ids, batches and Hugging Face (HF) tensor names, never megatron-core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from miles.data.batch import RankBatch
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """This rank's place in the mesh. `is_sync_rank`: this rank yields from `state_for_sync`."""
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    ep_rank: int
+    ep_size: int
+
+    @property
+    def is_sync_rank(self) -> bool:
+        return self.rank == 0
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What the training loop needs of a backend."""
+
+    @property
+    def parallel_layout(self) -> ParallelLayout: ...
+
+    def init(self) -> None:
+        """Join the mesh and build the model and optimizer; no weights yet."""
+
+    def load(self, hf_dir: Path) -> None:
+        """Load weights from an HF folder; the optimizer starts fresh."""
+
+    def step(self, batch: RankBatch) -> dict[str, float]:
+        """Forward, backward, clip, optimizer step. Metrics are global and equal on every rank."""
+
+    def logprobs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Float32 [R] log-probs of each sample's response under the current weights, in the batch's sample order."""
+
+    def save(self, directory: Path, *, extra: dict[str, Any]) -> Path:
+        """Write an atomic checkpoint below `directory`; `extra` is JSON (data cursor, weight version, recipe)."""
+
+    def load_checkpoint(self, directory: Path) -> dict[str, Any] | None:
+        """Load the newest complete checkpoint that verifies and return its `extra`, or None when there is none."""
+
+    def state_for_sync(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """HF names and full tensors, in one fixed order; yields on the sync rank only. Valid until the next step."""
+
+    def export_hf(self, directory: Path) -> None:
+        """Write an HF folder (atomic), with config and tokenizer."""
+
+    def sleep(self) -> None:
+        """Give device memory back while engines generate."""
+
+    def wake(self) -> None:
+        """Undo `sleep`."""

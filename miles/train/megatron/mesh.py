@@ -1,0 +1,118 @@
+"""Process groups of one run: joins the processes and lays megatron-core's mesh over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from miles.train.backend import ParallelLayout
+from miles.train.config import ParallelConfig
+from miles.train.errors import ParallelismError, TrainError
+from miles.train.megatron.platform import Platform
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Groups a rank needs outside megatron-core's own code. `dp_cp` spans the ranks that hold the same parameters."""
+
+    layout: ParallelLayout
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    model_parallel: dist.ProcessGroup
+    expert_tp: dist.ProcessGroup
+    expert_model_parallel: dist.ProcessGroup
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.layout.pp_rank == self.layout.pp_size - 1
+
+    @property
+    def holds_saved_copy(self) -> bool:
+        """One rank per set of equal parameters writes them."""
+        return self.layout.dp_rank == 0 and self.layout.cp_rank == 0
+
+
+def join(
+    parallel: ParallelConfig,
+    platform: Platform,
+    *,
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    timeout_s: float,
+) -> Mesh:
+    """Connect the ranks and create every group. Raises when the sizes do not multiply to the world size."""
+    if parallel.world_size != world_size:
+        raise ParallelismError(
+            f"train.parallel: tp*pp*cp*dp = {parallel.tp}*{parallel.pp}*{parallel.cp}*{parallel.dp} = "
+            f"{parallel.world_size} but {world_size} processes were started"
+        )
+    address = f"[{master_addr}]" if ":" in master_addr else master_addr
+    try:
+        dist.init_process_group(
+            platform.collectives,
+            init_method=f"tcp://{address}:{master_port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise TrainError(
+            f"rank {rank} could not join {master_addr}:{master_port} within {timeout_s:g} s: {error}"
+        ) from error
+    return _lay_out(parallel, rank, world_size, timeout_s)
+
+
+def _lay_out(parallel: ParallelConfig, rank: int, world_size: int, timeout_s: float) -> Mesh:
+    from megatron.core import parallel_state as ps
+
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=False,
+    )
+    layout = ParallelLayout(
+        rank=rank,
+        world_size=world_size,
+        dp_rank=ps.get_data_parallel_rank(),
+        dp_size=ps.get_data_parallel_world_size(),
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        tp_size=parallel.tp,
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        pp_size=parallel.pp,
+        cp_rank=ps.get_context_parallel_rank(),
+        cp_size=parallel.cp,
+        ep_rank=ps.get_expert_model_parallel_rank(),
+        ep_size=parallel.ep,
+    )
+    return Mesh(
+        layout=layout,
+        tp=ps.get_tensor_model_parallel_group(),
+        pp=ps.get_pipeline_model_parallel_group(),
+        cp=ps.get_context_parallel_group(),
+        dp=ps.get_data_parallel_group(),
+        dp_cp=ps.get_data_parallel_group(with_context_parallel=True),
+        model_parallel=ps.get_model_parallel_group(),
+        expert_tp=ps.get_expert_tensor_parallel_group(),
+        expert_model_parallel=ps.get_expert_tensor_model_pipeline_parallel_group(),
+    )
+
+
+def leave() -> None:
+    """Destroy the mesh and the process group; the process may join another run."""
+    from megatron.core import parallel_state as ps
+
+    ps.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

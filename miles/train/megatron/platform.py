@@ -1,0 +1,98 @@
+"""What differs between machines for the megatron-core backend: device, collectives, and the CPU shim.
+
+megatron-core assumes CUDA in a few places. `apply_cpu_shim` replaces exactly the symbols listed in
+`CPU_SYMBOLS`, once, at worker start; it refuses a megatron-core version it was not verified for and a process
+in which CUDA is already in use. Nothing else in Miles patches megatron-core.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from miles.train.errors import PlatformError
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Device of this rank and the collective backend that serves it."""
+
+    device: torch.device
+    collectives: str
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One replaced symbol: where, why, and the megatron-core versions for which the replacement was verified."""
+
+    name: str
+    reason: str
+    versions: tuple[str, ...]
+
+
+CPU_SYMBOLS = (
+    Symbol("torch.cuda.current_device", "parameters and buffers are created on 'the current device'", ("0.16.1",)),
+)
+
+_applied = False
+
+
+def megatron_version() -> str:
+    """Installed megatron-core version."""
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        raise PlatformError("megatron-core is not installed; install the package 'megatron-core'") from None
+
+
+def choose_platform(device: str, local_rank: int = 0) -> Platform:
+    """`auto` takes a GPU if one is visible. Asking for cuda without one is an error."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise PlatformError("train.device is cuda but no GPU is visible; use train.device=cpu or auto")
+    if device == "cpu" or not available:
+        return Platform(torch.device("cpu"), "gloo")
+    torch.cuda.set_device(local_rank)
+    return Platform(torch.device("cuda", local_rank), "nccl")
+
+
+def apply_cpu_shim() -> tuple[Symbol, ...]:
+    """Replace `CPU_SYMBOLS` in this process and return them; applying twice does nothing."""
+    global _applied
+    version = megatron_version()
+    for symbol in CPU_SYMBOLS:
+        if version not in symbol.versions:
+            raise PlatformError(
+                f"the CPU shim for {symbol.name} was verified for megatron-core {', '.join(symbol.versions)}, "
+                f"installed is {version}; install a verified version or train on a GPU"
+            )
+    if torch.cuda.is_initialized():
+        raise PlatformError("CUDA is already in use in this process; the CPU shim may only run in a CPU worker")
+    if not _applied:
+        cpu = torch.device("cpu")
+        _replace(torch.cuda, "current_device", lambda: cpu)
+        _applied = True
+    return CPU_SYMBOLS
+
+
+def quiet_import_warnings() -> None:
+    """megatron-core warns at import that Transformer Engine and Apex are absent; on CPU that is expected."""
+    for message in (".*Transformer Engine.*", ".*Apex.*", ".*grouped_gemm.*"):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _replace(owner: Any, name: str, value: Callable[..., Any]) -> None:
+    if not hasattr(owner, name):
+        raise PlatformError(
+            f"{owner.__name__}.{name} no longer exists in this torch version; the CPU shim must be revised"
+        )
+    setattr(owner, name, value)
