@@ -1,0 +1,7 @@
+"""`python -m ci` is `miles-ci`."""
+
+import sys
+
+from ci.cli import main
+
+sys.exit(main())

@@ -1,0 +1,112 @@
+"""`miles-ci` (also `python -m ci`): one table of subcommands, each imported only when it is called.
+
+A subcommand is a module in `ci.commands` (its docstring is the help text) with two functions:
+
+    add_arguments(parser: argparse.ArgumentParser) -> None
+    main(args: argparse.Namespace) -> int          # the exit code
+
+Errors derived from `CiError` end the program with their text and exit code, without a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from ci.errors import CiError, ExitCode, suggestion
+
+PROGRAM = "miles-ci"
+
+# name -> (module, one line of help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "lint": ("ci.commands.lint", "check registry.yaml, every declaration and the committed generated files"),
+    "list": ("ci.commands.list", "show suites with their tests, estimates and machines"),
+    "plan": ("ci.commands.plan", "select tests and divide them into shards"),
+    "explain": ("ci.commands.explain", "why each test runs or does not, with the deciding line"),
+    "run": ("ci.commands.run", "run a suite, a shard or a file"),
+    "results": ("ci.commands.results", "merge results of shards and find dark tests"),
+    "gate": ("ci.commands.gate", "evaluate metric gates, show and promote their history"),
+    "tune": ("ci.commands.tune", "learn durations, report drift, rewrite est_time"),
+    "simulate": ("ci.commands.simulate", "queue times and utilisation of the fleet under load"),
+    "doctor": ("ci.commands.doctor", "what this machine has, which suites run here, and why the rest do not"),
+    "generate": ("ci.commands.generate", "write the GitHub workflows from registry.yaml"),
+    "act": ("ci.commands.act", "which workflow jobs would run for an event, and why"),
+    "bot": ("ci.commands.bot", "jobs of the comment bots (used by the workflows)"),
+    "report": ("ci.commands.report", "analyse results and write status cards"),
+    "images": ("ci.commands.images", "content keys of images, edits and patches"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return ExitCode.OK if arguments else ExitCode.CONFIG
+    if arguments[0] in ("-V", "--version"):
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"{PROGRAM} {version('miles-rl')}")
+        except PackageNotFoundError:
+            print(f"{PROGRAM} (not installed)")
+        return ExitCode.OK
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"{PROGRAM}: error: unknown command '{name}'{suggestion(name, COMMANDS)}", file=sys.stderr)
+        return ExitCode.CONFIG
+    try:
+        return _dispatch(name, arguments[1:])
+    except CiError as error:
+        print(f"{error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output (a pager, `head`) went away; a second error at shutdown is silenced.
+        sys.stderr.close()
+        return ExitCode.OK
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _dispatch(name: str, arguments: Sequence[str]) -> int:
+    from ci.environment import refuse_unknown
+
+    refuse_unknown()
+    module = importlib.import_module(COMMANDS[name][0])
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {name}",
+        description=(module.__doc__ or "").strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    try:
+        args = parser.parse_args(list(arguments))
+    except SystemExit as stop:
+        return int(stop.code or 0) if not isinstance(stop.code, str) else ExitCode.CONFIG
+    return int(module.main(args))
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [
+        f"usage: {PROGRAM} COMMAND [options]",
+        "",
+        "Hardware-aware test registry, planner and runner.",
+        "",
+        "commands:",
+    ]
+    lines += [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines += [
+        "",
+        f"`{PROGRAM} COMMAND --help` shows the options of one command.",
+        "exit codes: 0 ok · 1 test failure · 2 usage, configuration, declaration · 3 infrastructure only · 4 zero tests",
+        "            5 dark test or plan mismatch · 6 metric gate · 7 generated file drift · 130 interrupted",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
