@@ -1,0 +1,184 @@
+"""The pytest plugin inside every test process of the runner (`-p ci.run.child`): it writes what really happened.
+
+One JSON line per event into the file `MILES_CI_OBSERVED`: what was collected, what was deselected, every phase of
+every item with its exception. Also: stacks of all threads on SIGUSR1, and a check that the process sees exactly the
+leased devices. With xdist the workers attach the exceptions and the controller writes.
+Leaves out: judging (`ci.run.outcome`). Imported into test processes: standard library and pytest only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OUTPUT_LIMIT = 20_000
+MESSAGE_LIMIT = 4_000
+MAX_FRAMES = 40
+LEASE_MISMATCH_EXIT = 3
+
+# Taken before pytest captures fd 2, so that stacks reach the log even from inside a captured test.
+_STACKS = os.fdopen(os.dup(2), "w")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):
+        faulthandler.register(signal.SIGUSR1, file=_STACKS, all_threads=True, chain=False)
+    path = os.environ.get("MILES_CI_OBSERVED")
+    if path and not hasattr(config, "workerinput"):
+        writer = EventWriter(path, Path(str(config.rootpath)))
+        _check_lease(writer)
+        config.pluginmanager.register(writer, "miles-ci-events")
+
+
+def _check_lease(writer: EventWriter) -> None:
+    """Refuse to run on more, fewer or other devices than were leased for this test."""
+    text = os.environ.get("MILES_CI_LEASE")
+    lease: dict[str, Any] = json.loads(text) if text else {}
+    backend = lease.get("backend")
+    if backend not in ("cuda", "rocm"):
+        return
+    from ci.run import probe_child
+
+    seen = probe_child.visible_count(backend)
+    expected = len(lease.get("devices", []))
+    writer.write(event="devices", expected=expected, seen=seen)
+    if seen != expected:
+        pytest.exit(
+            f"miles-ci: leased {expected} device(s), but this process sees {seen}", returncode=LEASE_MISMATCH_EXIT
+        )
+
+
+class EventWriter:
+    """Registered in the one process that sees all reports: pytest itself, or the xdist controller."""
+
+    def __init__(self, path: str, root: Path) -> None:
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed when the session ends
+        self._root = root
+        self._seen: set[str] = set()
+
+    def write(self, **event: Any) -> None:
+        self._file.write(json.dumps(event, ensure_ascii=True) + "\n")
+        self._file.flush()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.items:
+            self.write(event="collected", nodes=[item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        fresh = [name for name in ids if name not in self._seen]
+        self._seen.update(fresh)
+        if fresh:
+            self.write(event="collected", nodes=[_plain_node(name) for name in fresh])
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.write(event="deselected", nodes=[item.nodeid for item in items])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not report.passed:
+            self.write(
+                event="collect",
+                node=_plain_node(report.nodeid),
+                outcome=report.outcome,
+                text=_crash_text(report),
+                failure=getattr(report, "miles_ci", None),
+            )
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        event: dict[str, Any] = {
+            "event": "phase",
+            "node": _plain_node(report.nodeid),
+            "when": report.when,
+            "outcome": report.outcome,
+            "seconds": round(getattr(report, "duration", 0.0), 4),
+        }
+        if hasattr(report, "wasxfail"):
+            event["xfail"] = str(report.wasxfail)
+        if report.skipped and isinstance(report.longrepr, tuple):
+            event["reason"] = str(report.longrepr[2])[:MESSAGE_LIMIT]
+        if report.failed:
+            event["failure"] = getattr(report, "miles_ci", None) or {
+                "type": "crash",
+                "exceptions": [_crash_text(report)],
+                "frames": [],
+                "asserted_in_test": False,
+            }
+            event["output"] = "\n".join(content for _, content in report.sections)[-OUTPUT_LIMIT:]
+        self.write(**event)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self.write(event="end", exit=int(exitstatus), failed=session.testsfailed, collected=session.testscollected)
+
+    def pytest_unconfigure(self) -> None:
+        self._file.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
+    """Attach the exception in plain form; xdist carries such attributes from the worker to the controller."""
+    report = yield
+    if report.failed and call.excinfo is not None:
+        report.miles_ci = describe(call.excinfo, Path(str(item.config.rootpath)), Path(str(item.path)))
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):  # type: ignore[no-untyped-def]
+    report = yield
+    excinfo = getattr(getattr(report, "call", None), "excinfo", None)
+    if report.failed and excinfo is not None:
+        report.miles_ci = describe(excinfo, Path(str(collector.config.rootpath)), Path(str(collector.path)))
+        # The call itself holds a live traceback, which xdist cannot send.
+    return report
+
+
+def describe(excinfo: pytest.ExceptionInfo[BaseException], root: Path, test_file: Path) -> dict[str, Any]:
+    """Type, chain of exceptions and frames of one failure, with paths relative to the repository."""
+    frames = []
+    for entry in excinfo.traceback:
+        code = entry.frame.code.raw
+        frames.append([_relative(code.co_filename, root), code.co_name, entry.lineno + 1])
+    exceptions = []
+    error: BaseException | None = excinfo.value
+    while error is not None and len(exceptions) < 10:
+        exceptions.append(f"{type_name(error)}: {error}"[:MESSAGE_LIMIT])
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return {
+        "type": type_name(excinfo.value),
+        "exceptions": exceptions,
+        "frames": frames[-MAX_FRAMES:],
+        "asserted_in_test": isinstance(excinfo.value, AssertionError)
+        and bool(frames)
+        and frames[-1][0] == _relative(str(test_file), root),
+    }
+
+
+def type_name(error: BaseException) -> str:
+    cls = type(error)
+    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _plain_node(nodeid: str) -> str:
+    """xdist's loadgroup appends `@group` to node ids."""
+    head, separator, tail = nodeid.rpartition("@")
+    return head if separator and "::" in head and "]" not in tail and "/" not in tail else nodeid
+
+
+def _relative(path: str, root: Path) -> str:
+    try:
+        return Path(path).resolve().relative_to(root.resolve()).as_posix()
+    except (ValueError, OSError):
+        return path
+
+
+def _crash_text(report: Any) -> str:
+    crash = getattr(getattr(report, "longrepr", None), "reprcrash", None)
+    text = crash.message if crash is not None else str(report.longrepr)
+    return str(text)[:MESSAGE_LIMIT]
