@@ -1,7 +1,7 @@
 """HTTP routes of the embedded engine's weight updates, for any Starlette or FastAPI application.
 
-The routes drive `WeightReceiver` and move the engine through `WeightHost`: stop computing at begin; flush, verify,
-set the version and serve again at end; refuse everything when the engine becomes dirty. One update at a time; a
+The routes drive `WeightReceiver` and move the engine through `PausableHost`: pause at begin; flush, verify, set the
+version and resume at end; refuse everything when the engine becomes dirty. One update at a time; a
 sender that falls silent past its announced timeout leaves the engine dirty.
 
 | route | body -> reply |
@@ -21,8 +21,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.requests import Request
@@ -39,12 +40,29 @@ INLINE_BYTES = 4 << 20
 LOAD_FORMATS = ("miles_bucket",)
 
 
+HOOK_TIMEOUT_S = 120.0
+
+
+class PausableHost(WeightHost, Protocol):
+    """What weight updates need of the engine. `paused` says whether somebody else already paused it."""
+
+    paused: bool
+
+    def pause(self, mode: str) -> Future[None]:
+        """Done once no request computes (retract | abort | in_place); requests that arrive now wait. Idempotent."""
+
+    def resume(self) -> Future[None]: ...
+
+    def flush_caches(self) -> None:
+        """Drop every cached prefix; allowed while updating."""
+
+
 class WeightService:
     """Serialises weight-update messages, bounds their silence and ties them to the engine behind `host`."""
 
     def __init__(
         self,
-        host: WeightHost,
+        host: PausableHost,
         *,
         receiver: WeightReceiver | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -54,6 +72,7 @@ class WeightService:
         )
         self.buffers = AttachedBuffers()
         self._host = host
+        self._resume_after = False
         self._clock = clock
         self._lock = asyncio.Lock()
         self._watchdog: asyncio.Task[None] | None = None
@@ -81,7 +100,9 @@ class WeightService:
         }
 
     def status(self) -> dict[str, Any]:
-        return {**self.receiver.status(), "open_handles": self.buffers.count}
+        status = self.receiver.status()
+        # The version that responses are labelled with is the host's own: a reader compares it, not our copy.
+        return {**status, "weight_version": str(self._host.weight_version), "open_handles": self.buffers.count}
 
     async def handle(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         """One POST: (HTTP status, reply). Errors that end the session have already made the engine dirty."""
@@ -116,6 +137,8 @@ class WeightService:
         token = self.receiver.begin(begin, self._clock())
         if self._watchdog is None or self._watchdog.done():
             self._watchdog = asyncio.create_task(self._watch())
+        self._resume_after = not self._host.paused
+        await self._bounded(self._host.pause(begin.pause))
         await asyncio.to_thread(self._host.begin_update)
         return {"session": token}
 
@@ -143,6 +166,7 @@ class WeightService:
         self.buffers.close()
         self.receiver.finish(token)
         await asyncio.to_thread(self._host.finish_update, version)
+        await self._resume()
         return {"weights": self.status()}
 
     async def _flush_and_verify(self, version: int) -> None:
@@ -162,6 +186,16 @@ class WeightService:
     async def _became_dirty(self) -> None:
         self.buffers.close()
         await asyncio.to_thread(self._host.fail_update, self.receiver.refusal() or "")
+        await self._resume()
+
+    async def _resume(self) -> None:
+        """Undo our own pause; one that was there before stays."""
+        if self._resume_after:
+            self._resume_after = False
+            await self._bounded(self._host.resume())
+
+    async def _bounded(self, future: Future[None]) -> None:
+        await asyncio.wait_for(asyncio.wrap_future(future), HOOK_TIMEOUT_S)
 
     async def _watch(self) -> None:
         while (left := self.receiver.seconds_left(self._clock())) is not None:
