@@ -85,8 +85,9 @@ class MicroBatch:
     support: RolloutSamplingMask | None = None  # n rows
 
     @property
-    def response_lengths(self) -> np.ndarray:
-        return self.total_lengths - self.prompt_lengths
+    def token_counts(self) -> np.ndarray:
+        """int64 [S]: how many of the n tokens each sequence has here (a context-parallel slice may hold none)."""
+        return np.bincount(self.sequence, minlength=len(self.sample_ids))
 
     @property
     def is_dummy(self) -> bool:

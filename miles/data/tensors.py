@@ -13,7 +13,8 @@ from miles.data.packing import PackedBounds
 
 @dataclass(frozen=True, slots=True)
 class BatchTensors:
-    """`MicroBatch` as tensors; n response tokens, S sequences. `bounds` is set for layout thd only.
+    """`MicroBatch` as tensors; n response tokens, S sequences. `bounds` is set for layout thd only;
+    `token_counts` int64 [S] are the runs of `sequence`.
 
     `mask` is bool [n]; `support_ids` int64 [E], `support_offsets` int64 [n+1] when the sampler's support is known.
     """
@@ -23,7 +24,7 @@ class BatchTensors:
     bounds: PackedBounds | None
     logit_index: torch.Tensor
     sequence: torch.Tensor
-    sequences: int
+    token_counts: torch.Tensor
     sample_ids: tuple[str, ...]
     response_index: torch.Tensor
     target_ids: torch.Tensor
@@ -58,7 +59,7 @@ def to_tensors(micro_batch: MicroBatch, device: torch.device | str = "cpu") -> B
     support = micro_batch.support
     return BatchTensors(
         bounds=bounds,
-        sequences=len(micro_batch.sample_ids),
+        token_counts=torch.from_numpy(micro_batch.token_counts).to(device),
         sample_ids=micro_batch.sample_ids,
         mask=torch.from_numpy(micro_batch.mask.astype(bool)).to(device),
         support_ids=None if support is None else move(support.ids.astype(np.int64)),

@@ -1,0 +1,187 @@
+"""The objective of one micro-batch: what a training backend differentiates, and the metrics of a step.
+
+`step_objective` returns a scalar whose plain sum over all micro-batches, data-parallel and context-parallel
+ranks is the loss of the step: denominators are already inside the batch's weights. A backend whose framework
+averages over ranks must undo that. `MetricSums` add up the same way; `finish` turns them into named numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from miles.algos.config import AlgoConfig
+from miles.algos.corrections import ImportanceWeights, importance_weights, opsm_mask
+from miles.algos.kl import estimate
+from miles.algos.losses import PolicyLoss, Sequences, log_ratio, masked, policy_loss, reduce_loss, value_loss
+from miles.algos.metrics import MetricSums, objective_metrics
+from miles.config import MilesError
+from miles.data.tensors import BatchTensors
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class NonFiniteError(MilesError):
+    """A value on an active token is NaN or infinite (`algo.nonfinite: raise`)."""
+
+
+def step_objective(
+    log_probs: torch.Tensor,
+    batch: BatchTensors,
+    config: AlgoConfig,
+    *,
+    entropy: torch.Tensor | None = None,
+    support_mass: torch.Tensor | None = None,
+    kl_exact: torch.Tensor | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, MetricSums]:
+    """Loss (fp32 scalar with gradient) and metric sums of one micro-batch or context-parallel slice of it.
+
+    log_probs: fp32 [n] of `batch.target_ids`, with gradient. entropy: fp32 [n], needed when `entropy_coef` > 0,
+    reported when given. support_mass: fp32 [n], reported. kl_exact: fp32 [n], needed by `support_exact`. Without
+    old log-probs the step is on-policy: old := log_probs.detach(). `ValueError` names a missing field.
+    """
+    mask = batch.mask
+    sequences = Sequences(batch.sequence, batch.token_counts, cp_group)
+    old = _old_log_probs(log_probs, batch, config)
+    log_probs, old, mask, bad = _check_finite(log_probs, old, batch, config)
+    advantages = _distilled(batch, old, mask, config)
+    policy = policy_loss(log_probs, old, advantages, mask, sequences, config)
+    correction = _correction(log_probs, old, advantages, mask, batch, sequences, config)
+    pg = policy.loss if correction is None else policy.loss * correction.weights
+    if config.opsm is not None:
+        kept = opsm_mask(log_probs.detach(), old, advantages, mask, sequences, delta=config.opsm.delta)
+        pg = masked(pg, kept)
+    pg_loss = reduce_loss(pg, batch.weights)
+    total = pg_loss
+    kl = _kl_term(log_probs, old, mask, batch, config, kl_exact)
+    kl_loss = None
+    if kl is not None:
+        kl_loss = reduce_loss(kl, batch.weights)
+        total = total + config.kl.coef * kl_loss
+    entropy_mean = None
+    if entropy is not None:
+        entropy_mean = reduce_loss(entropy, batch.weights)
+        if config.entropy_coef > 0.0:
+            total = total - config.entropy_coef * entropy_mean
+    elif config.entropy_coef > 0.0:
+        raise ValueError("algo.entropy_coef is above 0 but the backend computed no entropy; pass entropy")
+    # Keeps the graph alive (and collectives alike) for a slice without active tokens.
+    total = total + 0.0 * masked(log_probs, mask).sum()
+    sums = objective_metrics(
+        log_probs.detach(),
+        old,
+        mask,
+        batch,
+        sequences,
+        policy=policy,
+        correction=correction,
+        entropy=entropy,
+        kl=kl,
+        support_mass=support_mass,
+        losses={"loss": total, "pg_loss": pg_loss, "kl_loss": kl_loss},
+        nonfinite=bad,
+    )
+    return total, sums
+
+
+def value_objective(
+    values: torch.Tensor, batch: BatchTensors, config: AlgoConfig, *, coef: float = 1.0
+) -> tuple[torch.Tensor, MetricSums]:
+    """Critic loss of one micro-batch. values: fp32 [n], prediction before each response token, with gradient."""
+    if batch.values is None or batch.returns is None:
+        raise ValueError("the critic loss needs old values and returns; run the critic over the rollout and use gae")
+    per_token = value_loss(values, batch.values, batch.returns, batch.mask, eps=config.value.eps_clip)
+    loss = coef * reduce_loss(per_token, batch.weights) + 0.0 * masked(values, batch.mask).sum()
+    return loss, MetricSums.of_losses({"value_loss": loss.detach()})
+
+
+def _old_log_probs(log_probs: torch.Tensor, batch: BatchTensors, config: AlgoConfig) -> torch.Tensor:
+    if config.correction.bypass:
+        if batch.rollout_log_probs is None:
+            raise ValueError("algo.correction.bypass uses the rollout's log-probs, but the samples have none")
+        return batch.rollout_log_probs
+    return log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+
+
+def _check_finite(
+    log_probs: torch.Tensor, old: torch.Tensor, batch: BatchTensors, config: AlgoConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Raise, or take the broken tokens out so that the backend can skip the step (`nonfinite_tokens` > 0)."""
+    finite = torch.isfinite(log_probs.detach()) & torch.isfinite(old) & torch.isfinite(batch.advantages)
+    broken = batch.mask & ~finite
+    if config.nonfinite == "raise":
+        if bool(broken.any()):
+            at = int(broken.nonzero()[0])
+            sample = batch.sample_ids[int(batch.sequence[at])]
+            raise NonFiniteError(
+                f"sample {sample!r}, response index {int(batch.response_index[at])}: log-prob {float(log_probs[at]):g}, "
+                f"old log-prob {float(old[at]):g}, advantage {float(batch.advantages[at]):g}; lower the learning rate "
+                "or inspect the step with `miles replay`; algo.nonfinite=skip_step goes on without this step"
+            )
+        return log_probs, old, batch.mask, broken.sum()
+    return masked(log_probs, finite), masked(old, finite), batch.mask & finite, broken.sum()
+
+
+def _distilled(batch: BatchTensors, old: torch.Tensor, mask: torch.Tensor, config: AlgoConfig) -> torch.Tensor:
+    advantages = masked(batch.advantages, mask)
+    if config.opd_coef == 0.0:
+        return advantages
+    if batch.teacher_log_probs is None:
+        raise ValueError(
+            "algo.opd_coef is above 0 but the samples have no teacher_log_probs; score them with a teacher"
+        )
+    return advantages - config.opd_coef * masked(old - batch.teacher_log_probs, mask)
+
+
+def _correction(
+    log_probs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    batch: BatchTensors,
+    sequences: Sequences,
+    config: AlgoConfig,
+) -> ImportanceWeights | None:
+    if not config.correction.active:
+        return None
+    if batch.rollout_log_probs is None:
+        raise ValueError(
+            f"algo.correction (mode {config.correction.mode}) compares with the rollout's log-probs, but the samples "
+            "have none; use an engine that returns them, or remove the correction"
+        )
+    return importance_weights(old, batch.rollout_log_probs, mask, sequences, config.correction)
+
+
+def _kl_term(
+    log_probs: torch.Tensor,
+    old: torch.Tensor,
+    mask: torch.Tensor,
+    batch: BatchTensors,
+    config: AlgoConfig,
+    kl_exact: torch.Tensor | None,
+) -> torch.Tensor | None:
+    if config.kl.where != "loss":
+        return None
+    if config.kl.estimator == "support_exact":
+        if kl_exact is None:
+            raise ValueError(
+                "algo.kl.estimator support_exact needs policy and reference scores on the sampler's support; sample "
+                "with top-p, top-k or min-p and a backend that scores supports, or use k2"
+            )
+        value = masked(kl_exact, mask)
+    else:
+        if batch.ref_log_probs is None:
+            raise ValueError(
+                f"algo.kl.where=loss ({config.kl.estimator}) needs ref_log_probs, but the samples have none; score "
+                "them with the reference model first, or set algo.kl.where=none"
+            )
+        value = estimate(config.kl.estimator, masked(log_probs - batch.ref_log_probs, mask))
+    if config.kl.unbiased:
+        value = value * log_ratio(log_probs, old, mask).exp()
+    return value
+
+
+__all__ = ["MetricSums", "NonFiniteError", "PolicyLoss", "step_objective", "value_objective"]
