@@ -38,7 +38,15 @@ class KVCache:
     """Storage [layers, 2, kv_heads, pages * PAGE, head_dim], zero at start: masked keys must be finite."""
 
     def __init__(
-        self, *, layers: int, kv_heads: int, heads: int, head_dim: int, pages: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        heads: int,
+        head_dim: int,
+        pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.kv_heads, self.group, self.head_dim = kv_heads, heads // kv_heads, head_dim
         self.scale = head_dim**-0.5
@@ -160,9 +168,7 @@ def _attend_group(cache: KVCache, store: torch.Tensor, group: _Group, q: torch.T
     return mixed if len(group.picked) == b * t else mixed[group.picked]
 
 
-def _weighted_sum(
-    cache: KVCache, weights: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _weighted_sum(cache: KVCache, weights: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum over keys of weight * value [n, m, d], sum of weights [n, m, 1]), in ordered chunks of keys."""
     length = weights.shape[-1]
     if length <= KEY_CHUNK:

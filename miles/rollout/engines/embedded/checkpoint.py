@@ -56,7 +56,9 @@ def weight_files(directory: Path) -> list[Path]:
         files = [directory / "model.safetensors"]
     for file in files:
         if not file.is_file():
-            raise EngineModelError(f"model folder {directory}: {file.name} is missing; download or save the model again")
+            raise EngineModelError(
+                f"model folder {directory}: {file.name} is missing; download or save the model again"
+            )
     return files
 
 

@@ -72,9 +72,7 @@ def draw(logits: torch.Tensor, rows: SamplingRows) -> Drawn:
         return _draw_block(logits, rows, 0, n)
     parts = [_draw_block(logits, rows, i, min(i + size, n)) for i in range(0, n, size)]
     support = {row: value for part in parts for row, value in part.support.items()}
-    return Drawn(
-        np.concatenate([p.tokens for p in parts]), np.concatenate([p.log_probs for p in parts]), support
-    )
+    return Drawn(np.concatenate([p.tokens for p in parts]), np.concatenate([p.log_probs for p in parts]), support)
 
 
 def _draw_block(logits: torch.Tensor, rows: SamplingRows, start: int, stop: int) -> Drawn:

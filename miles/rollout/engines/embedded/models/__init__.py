@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from miles.rollout.engines.embedded.models.qwen3 import Qwen3
+from miles.rollout.engines.embedded.models.storage import ParameterStore
 from miles.rollout.errors import EngineModelError
 
 # (layer, q [n, heads, dim], k [n, kv_heads, dim], v [n, kv_heads, dim]) -> [n, heads * dim]
@@ -27,6 +28,7 @@ class Model(Protocol):
     context_length: int
     dtype: torch.dtype
     device: torch.device
+    store: ParameterStore
 
     def parameters(self) -> Mapping[str, torch.Tensor]: ...
     def aliases(self) -> Mapping[str, str]: ...

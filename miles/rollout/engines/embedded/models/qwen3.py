@@ -74,7 +74,9 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise EngineModelError(f"config.json: rope type {kind!r} is not served, only 'default'; use engine.engine=sglang")
+        raise EngineModelError(
+            f"config.json: rope type {kind!r} is not served, only 'default'; use engine.engine=sglang"
+        )
     return float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
 
 

@@ -17,6 +17,7 @@ class ParameterStore:
         self.device = device
         self.by_name: dict[str, torch.Tensor] = {}
         self.alias_of: dict[str, str] = {}
+        self._blocks: list[torch.Tensor] = []
 
     def add(self, name: str, *shape: int) -> torch.Tensor:
         return self.fused({name: shape})
@@ -26,8 +27,21 @@ class ParameterStore:
         shapes = list(parts.values())
         tail = shapes[0][1:]
         storage = torch.empty((sum(s[0] for s in shapes), *tail), dtype=self.dtype, device=self.device)
+        self._blocks.append(storage)
         row = 0
         for name, shape in parts.items():
             self.by_name[name] = storage[row : row + shape[0]]
             row += shape[0]
         return storage
+
+    def release(self) -> None:
+        """Free the memory; every tensor keeps its shape and must not be read."""
+        for block in self._blocks:
+            block.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate again, as zeros."""
+        for block in self._blocks:
+            if block.untyped_storage().nbytes() == 0:
+                block.untyped_storage().resize_(block.numel() * block.element_size())
+                block.zero_()

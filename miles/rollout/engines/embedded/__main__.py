@@ -1,0 +1,140 @@
+"""Process of one embedded engine: `python -m miles.rollout.engines.embedded --settings JSON`.
+
+Reports `{"url", "pid"}` or `{"error", "exit_code"}` as one JSON line on `--ready-fd`, and ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+PARENT_POLL_S = 0.25
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="miles.rollout.engines.embedded")
+    parser.add_argument("--config-json", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--model", required=True, type=Path, help="Hugging Face model folder")
+    parser.add_argument("--weight-version", type=int, default=0, help="version of the weights in the folder")
+    parser.add_argument("--ready-fd", type=int, default=-1, help="file descriptor for the one-line report")
+    parser.add_argument("--parent-pid", type=int, default=0, help="end when this parent is gone; 0: never")
+    args = parser.parse_args()
+    if args.parent_pid:
+        threading.Thread(target=_end_with_parent, args=(args.parent_pid,), daemon=True).start()
+    report = os.fdopen(args.ready_fd, "w") if args.ready_fd >= 0 else sys.stdout
+    from miles.config import MilesError
+    from miles.rollout.config import EngineConfig
+
+    try:
+        config = EngineConfig.model_validate_json(args.config_json)
+        listener = _listen(config.host, config.port)
+        server = _build(config, args.model, args.weight_version)
+    except MilesError as error:
+        _say(report, {"error": str(error), "exit_code": error.exit_code})
+        return error.exit_code
+    return _serve(server, listener, report)
+
+
+def _end_with_parent(parent: int) -> None:
+    # Polling, not a death signal: that one fires when the parent's *thread* ends.
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(0)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    from miles.rollout.errors import PortError
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        raise PortError(
+            f"engine.port {port} on {host}: {error.strerror}; choose another port, or 0 for a free one"
+        ) from None
+    return listener
+
+
+def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
+    from miles.rollout.engines.embedded.checkpoint import eos_token_ids, load_weights, read_config
+
+    hf_config = read_config(model_dir)  # before the import of torch: a wrong folder is reported at once
+    import torch
+
+    from miles.rollout.engines.embedded.batch import Batch
+    from miles.rollout.engines.embedded.invariance import rows_are_independent
+    from miles.rollout.engines.embedded.models import build_model
+    from miles.rollout.engines.embedded.requests import Limits
+    from miles.rollout.engines.embedded.scheduler import Scheduler
+    from miles.rollout.engines.embedded.server import EngineServer
+
+    torch.set_num_threads(config.threads)
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    with torch.inference_mode(False), torch.no_grad():
+        model = build_model(hf_config, dtype=dtype, device=device, context=config.context_length)
+        load_weights(model_dir, model.parameters(), model.aliases())
+        batch = Batch(
+            model,
+            max_running=config.max_running,
+            max_total_tokens=config.max_total_tokens,
+            max_prefill_tokens=config.max_prefill_tokens,
+            share_prefixes=config.prefix_cache,
+            version=weight_version,
+        )
+        invariant = dtype == torch.float32 and rows_are_independent(model.parameters().values())
+    scheduler = Scheduler(batch)
+    threading.Thread(target=scheduler.run, name="engine", daemon=True).start()
+    eos = tuple(eos_token_ids(model_dir, hf_config))
+    limits = Limits(model.vocab_size, model.context_length, config.max_total_tokens, eos)
+    info = {
+        "engine": "embedded",
+        "version": "1",
+        "model_path": str(model_dir),
+        "model_type": hf_config["model_type"],
+        "vocab_size": model.vocab_size,
+        "context_length": limits.context_length,
+        "max_total_tokens": config.max_total_tokens,
+        "max_running": config.max_running,
+        "device": config.device,
+        "dtype": config.dtype,
+        "threads": config.threads,
+        "eos_token_ids": list(eos),
+        "batch_invariant": invariant,
+    }
+    return EngineServer(scheduler, limits, info)
+
+
+def _serve(server: Any, listener: socket.socket, report: Any) -> int:
+    import uvicorn
+
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    config = uvicorn.Config(
+        server.app(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600, backlog=1024
+    )
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    _say(report, {"url": url, "pid": os.getpid()})
+    uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _say(report: Any, message: dict[str, Any]) -> None:
+    report.write(json.dumps(message) + "\n")
+    report.flush()
+    if report is not sys.stdout:
+        report.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
