@@ -15,7 +15,7 @@ from miles.algos.config import AlgoConfig
 from miles.data.batch import TrainBatch, build_batch
 from miles.data.counting import Counted, count_rollouts
 from miles.data.sample import Sample
-from miles.data.schedule import DPSchedule, ScheduleConfig, StepSchedule, build_dp_schedule
+from miles.data.schedule import ScheduleConfig, build_dp_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,12 @@ def prepare_steps(
     """
     counted = count_for(samples, config)
     estimated = estimate_advantages(samples, counted, config)
-    trained = counted.trained
-    if (config.advantage == "gae" and config.loss != "sft") or trained.all():
-        indices = list(range(len(samples)))
-    else:
-        indices = np.flatnonzero(trained).tolist()
     plan = build_dp_schedule(
-        [samples[i].total_length for i in indices], [samples[i].rollout_id for i in indices], schedule
+        [s.total_length for s in samples],
+        [s.rollout_id for s in samples],
+        schedule,
+        active=counted.trained.tolist(),
     )
-    plan = _with_original_indices(plan, indices)
     steps = [
         build_batch(
             samples,
@@ -125,16 +122,48 @@ def prepare_steps(
     return PreparedSteps(steps, [step.samples for step in plan.steps], counted, plan.metrics)
 
 
-def _with_original_indices(plan: DPSchedule, indices: list[int]) -> DPSchedule:
-    def step(old: StepSchedule) -> StepSchedule:
-        ranks = tuple(tuple(tuple(indices[i] for i in b) for b in rank) for rank in old.ranks)
-        return StepSchedule(ranks, tuple(indices[i] for i in old.samples))
-
-    return replace(
-        plan,
-        steps=tuple(step(s) for s in plan.steps),
-        dropped_samples=tuple(indices[i] for i in plan.dropped_samples),
+def prepare_scoring(
+    samples: Sequence[Sample],
+    schedule: ScheduleConfig,
+    *,
+    pad_id: int = 0,
+    pad_multiple: int = 1,
+    use_support: bool = False,
+) -> TrainBatch:
+    """A batch of all samples for a pass that scores tokens (old, reference or teacher log-probs, values)."""
+    counted = count_rollouts(samples, needs_reward=False)
+    whole = replace(schedule, global_batch_size=None)
+    plan = build_dp_schedule([s.total_length for s in samples], list(range(len(samples))), whole)
+    return build_batch(
+        samples,
+        plan.steps[0],
+        counted,
+        layout=schedule.layout,
+        pad_id=pad_id,
+        pad_multiple=pad_multiple,
+        use_support=use_support,
     )
+
+
+def gather_scores(batch: TrainBatch, scores: Sequence[Sequence[np.ndarray]], count: int) -> list[np.ndarray]:
+    """Scores in the order of the scored samples. `scores[r]`: what data-parallel rank r returned, float32 [R] each.
+
+    Order inside a rank: micro-batches in order, their sequences in order, dummies included or not.
+    """
+    out: list[np.ndarray | None] = [None] * count
+    for rank, (micro_batches, given) in enumerate(zip(batch.ranks, scores, strict=True)):
+        slots = [int(i) for mb in micro_batches for i in mb.sample_index]
+        if len(given) != len(slots):
+            slots = [i for i in slots if i >= 0]
+        if len(given) != len(slots):
+            raise ValueError(f"rank {rank} scored {len(given)} sequences, its batch holds {len(slots)}")
+        for index, values in zip(slots, given, strict=True):
+            if index >= 0:
+                out[index] = np.asarray(values, dtype=np.float32)
+    missing = [i for i, values in enumerate(out) if values is None]
+    if missing:
+        raise ValueError(f"{len(missing)} samples were not scored, first {missing[0]}")
+    return [values for values in out if values is not None]
 
 
 def _split(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

@@ -66,8 +66,16 @@ class DPSchedule:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def build_dp_schedule(lengths: Sequence[int], rollout_ids: Sequence[int], config: ScheduleConfig) -> DPSchedule:
-    """Steps in order of first appearance of the rollouts. Metrics: `data/dropped_rollouts`,
+def build_dp_schedule(
+    lengths: Sequence[int],
+    rollout_ids: Sequence[int],
+    config: ScheduleConfig,
+    *,
+    active: Sequence[bool] | None = None,
+) -> DPSchedule:
+    """Samples with `active` False belong to a step but to no micro-batch (nothing to train in them).
+
+    Steps in order of first appearance of the rollouts. Metrics: `data/dropped_rollouts`,
     `data/oversized_samples`, `data/dummy_micro_batches`, `data/padding_share`, `data/balance_max_over_mean`.
     """
     if len(lengths) != len(rollout_ids):
@@ -76,6 +84,8 @@ def build_dp_schedule(lengths: Sequence[int], rollout_ids: Sequence[int], config
     if sizes and min(sizes) < 1:
         raise ValueError(f"schedule: sample {sizes.index(min(sizes))} has no tokens")
     steps, dropped, dropped_rollouts = _split_into_steps(rollout_ids, config)
+    if active is not None:
+        steps = [[i for i in members if active[i]] for members in steps]
     costs = _costs(sizes, config)
     scheduled = [_schedule_step(members, sizes, costs, config) for members in steps]
     used = [sizes[i] for members in steps for i in members]
