@@ -1,0 +1,207 @@
+"""What a pytest process left behind: the events of `ci.run.child` and pytest's own JUnit XML, read and compared.
+
+Two independent witnesses on purpose: the exit code must agree with the JUnit counts, or the file is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ci.run.retry import FailedTest
+from ci.run.signature import Frame, signature
+
+MESSAGE_LIMIT = 2_000
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failing item (or a file that could not be collected) in plain form."""
+
+    node: str
+    kind: str
+    message: str
+    frames: tuple[Frame, ...] = ()
+    exceptions: tuple[str, ...] = ()
+    output: str = ""
+    asserted_in_test: bool = False
+
+    @property
+    def signature(self) -> str:
+        return signature(self.kind, self.message, self.frames)
+
+    def as_failed_test(self) -> FailedTest:
+        return FailedTest(self.node, self.exceptions or (self.message,), self.output, self.asserted_in_test)
+
+
+@dataclass
+class Item:
+    """One collected node: `outcome` passed, failed, error, skipped or xfailed; None while it has not finished."""
+
+    node: str
+    started: bool = False
+    outcome: str | None = None
+    seconds: float = 0.0
+    reason: str = ""
+    failures: list[Failure] = field(default_factory=list)
+
+
+@dataclass
+class FileEvidence:
+    """Everything known about one test file in one pytest process."""
+
+    items: dict[str, Item] = field(default_factory=dict)
+    deselected: set[str] = field(default_factory=set)
+    collection_failures: list[Failure] = field(default_factory=list)
+    skipped_whole: str | None = None
+
+    def counts(self) -> dict[str, int]:
+        counts = dict.fromkeys(("passed", "failed", "error", "skipped", "xfailed", "unfinished"), 0)
+        for item in self.items.values():
+            counts[item.outcome or "unfinished"] += 1
+        counts["error"] += len(self.collection_failures)
+        if self.skipped_whole is not None:
+            counts["skipped"] += 1
+        return counts
+
+    def failures(self) -> list[Failure]:
+        return [*self.collection_failures, *(each for item in self.items.values() for each in item.failures)]
+
+    def seconds(self) -> float:
+        return sum(item.seconds for item in self.items.values())
+
+
+@dataclass
+class Observed:
+    """All events of one pytest process, by file."""
+
+    files: dict[str, FileEvidence] = field(default_factory=dict)
+    devices: Mapping[str, int] | None = None
+    ended: Mapping[str, int] | None = None
+
+    def file(self, node: str) -> FileEvidence:
+        return self.files.setdefault(node.partition("::")[0], FileEvidence())
+
+
+@dataclass(frozen=True)
+class JUnitCounts:
+    tests: int
+    failures: int
+    errors: int
+    skipped: int
+
+
+def read_events(path: Path) -> Observed:
+    """Read the plugin's file. A last line cut short (the process was killed while writing) is left out."""
+    observed = Observed()
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return observed
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        _apply(observed, event)
+    return observed
+
+
+def _apply(observed: Observed, event: dict[str, Any]) -> None:
+    kind = event["event"]
+    if kind == "collected":
+        for node in event["nodes"]:
+            observed.file(node).items.setdefault(node, Item(node))
+    elif kind == "deselected":
+        for node in event["nodes"]:
+            evidence = observed.file(node)
+            evidence.deselected.add(node)
+            evidence.items.pop(node, None)
+    elif kind == "collect":
+        evidence = observed.file(event["node"])
+        if event["outcome"] == "failed":
+            failure = _failure(event["node"], event.get("failure"), event["text"], "")
+            if all(known.message != failure.message for known in evidence.collection_failures):
+                evidence.collection_failures.append(failure)
+        else:
+            evidence.skipped_whole = event["text"]
+    elif kind == "phase":
+        _apply_phase(observed.file(event["node"]), event)
+    elif kind == "devices":
+        observed.devices = {"expected": event["expected"], "seen": event["seen"]}
+    elif kind == "end":
+        observed.ended = event
+
+
+def _apply_phase(evidence: FileEvidence, event: dict[str, Any]) -> None:
+    item = evidence.items.setdefault(event["node"], Item(event["node"]))
+    item.started = True
+    item.seconds += event["seconds"]
+    when, outcome = event["when"], event["outcome"]
+    if outcome == "failed":
+        item.outcome = "failed" if when == "call" and item.outcome != "error" else "error"
+        item.failures.append(_failure(event["node"], event.get("failure"), "", event.get("output", "")))
+    elif outcome == "skipped" and item.outcome is None:
+        item.outcome = "xfailed" if "xfail" in event else "skipped"
+        item.reason = event.get("xfail") or event.get("reason", "")
+    elif when == "call" and item.outcome is None:
+        item.outcome = "passed"
+
+
+def _failure(node: str, details: Mapping[str, Any] | None, text: str, output: str) -> Failure:
+    if details is None:
+        return Failure(node, "collection", text[:MESSAGE_LIMIT], output=output)
+    exceptions = tuple(details["exceptions"])
+    first = exceptions[0] if exceptions else text
+    message = first.removeprefix(f"{details['type']}: ")
+    return Failure(
+        node=node,
+        kind=details["type"],
+        message=message[:MESSAGE_LIMIT],
+        frames=tuple(Frame(file, function, line) for file, function, line in details["frames"]),
+        exceptions=exceptions,
+        output=output,
+        asserted_in_test=details["asserted_in_test"],
+    )
+
+
+def read_junit(path: Path) -> JUnitCounts | None:
+    """Counts of pytest's JUnit file, counted from its cases; None when it is absent or damaged."""
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (OSError, ElementTree.ParseError):
+        return None
+    cases = list(root.iter("testcase"))
+    return JUnitCounts(
+        tests=len(cases),
+        failures=sum(case.find("failure") is not None for case in cases),
+        errors=sum(case.find("error") is not None for case in cases),
+        skipped=sum(case.find("skipped") is not None for case in cases),
+    )
+
+
+def disagreement(exit_code: int, junit: JUnitCounts | None, observed: Observed) -> str | None:
+    """Why exit code, JUnit counts and events cannot all be true; None when they agree."""
+    if junit is None:
+        return f"pytest ended with exit code {exit_code} and left no readable JUnit file"
+    bad = junit.failures + junit.errors
+    if exit_code == 0 and bad:
+        return f"exit code 0, but JUnit counts {junit.failures} failure(s) and {junit.errors} error(s)"
+    if exit_code == 0 and junit.tests == 0:
+        return "exit code 0, but JUnit counts no test"
+    if exit_code == 1 and not bad:
+        return "exit code 1, but JUnit counts no failure"
+    if exit_code == 5 and junit.tests - junit.skipped > 0:
+        return f"exit code 5 (nothing collected), but JUnit counts {junit.tests} test(s)"
+    seen_bad = sum(len(file.failures()) > 0 for file in observed.files.values())
+    if exit_code in (0, 1) and bool(seen_bad) != bool(bad):
+        return f"JUnit counts {bad} failing test(s), the runner's own record {seen_bad} failing file(s)"
+    return None
+
+
+def failed_nodes(failures: Iterable[Failure]) -> list[str]:
+    return sorted({failure.node for failure in failures})

@@ -1,0 +1,52 @@
+"""What the runner is asked to run, free of where it came from (a plan, a single file, a benchmark)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MIN_TIMEOUT_S = 300.0
+TIMEOUT_FACTOR = 3.0
+
+
+@dataclass(frozen=True)
+class RunUnit:
+    """One planned unit: a test file, or a part of one.
+
+    `nodes`: run only these node ids (parts 2..m of a split); `deselect`: run everything but these (part 1).
+    `timeout_s` is already capped by the suite. `allow_all_skipped` and `unstable` hold the declared reason.
+    `declaration_error` makes the unit a failed entry that starts no process. `gates` are gate declarations
+    (see `ci.history.gate.GateSpec`).
+    """
+
+    id: str
+    path: str
+    est_s: float
+    timeout_s: float
+    num_gpus: int = 0
+    min_memory_gib: float | None = None
+    serial: bool = False
+    allow_all_skipped: str | None = None
+    unstable: str | None = None
+    nodes: tuple[str, ...] = ()
+    deselect: tuple[str, ...] = ()
+    declaration_error: str | None = None
+    gates: tuple[Any, ...] = field(default=(), hash=False)
+
+    def targets(self) -> list[str]:
+        """Arguments that make pytest run this unit and nothing else."""
+        if self.nodes:
+            return list(self.nodes)
+        return [self.path, *(word for node in self.deselect for word in ("--deselect", node))]
+
+
+def timeout_of(*, declared_s: float | None, est_s: float, suite_limit_s: float) -> float:
+    """The declared limit, else max(3 x estimate, 300 s); never more than the suite allows for one test."""
+    wanted = declared_s if declared_s is not None else max(TIMEOUT_FACTOR * est_s, MIN_TIMEOUT_S)
+    return min(wanted, suite_limit_s)
+
+
+def start_order(units: Sequence[RunUnit]) -> list[RunUnit]:
+    """Largest devices x estimate first: what fills the most of the host must not come last. Ties by id."""
+    return sorted(units, key=lambda unit: (-max(unit.num_gpus, 1) * unit.est_s, unit.id))
