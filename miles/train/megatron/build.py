@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,12 +103,18 @@ def padded_vocab(vocab_size: int, parallel: ParallelConfig, multiple: int) -> in
 
 
 def build_chunks(
-    model: FamilyConfig, train: TrainConfig, mesh: Mesh, platform: Platform, choice: SpecChoice
+    model: FamilyConfig,
+    train: TrainConfig,
+    mesh: Mesh,
+    platform: Platform,
+    choice: SpecChoice,
+    *,
+    install: Callable[[torch.nn.Module], None] | None = None,
 ) -> list[ModelChunk]:
     """Every chunk of this rank, on its device, weights uninitialised until a checkpoint is loaded."""
     config = core_config(model, train)
     stages: list[int | None] = list(range(train.parallel.vpp)) if train.parallel.vpp else [None]
-    return [_build_chunk(config, model, train, mesh, platform, choice, stage) for stage in stages]
+    return [_build_chunk(config, model, train, mesh, platform, choice, stage, install) for stage in stages]
 
 
 def _build_chunk(
@@ -119,6 +125,7 @@ def _build_chunk(
     platform: Platform,
     choice: SpecChoice,
     stage: int | None,
+    install: Callable[[torch.nn.Module], None] | None,
 ) -> ModelChunk:
     from megatron.core import parallel_state as ps
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -146,6 +153,8 @@ def _build_chunk(
     if train.precision == "bf16":
         gpt.bfloat16()
         gpt.rotary_pos_emb.float()
+    if install is not None:
+        install(gpt)
     ddp = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(

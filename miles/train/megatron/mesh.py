@@ -25,6 +25,7 @@ class Mesh:
     dp_cp: dist.ProcessGroup
     model_parallel: dist.ProcessGroup
     expert_tp: dist.ProcessGroup
+    expert_dp: dist.ProcessGroup
     expert_model_parallel: dist.ProcessGroup
 
     @property
@@ -105,6 +106,7 @@ def _lay_out(parallel: ParallelConfig, rank: int, world_size: int, timeout_s: fl
         dp_cp=ps.get_data_parallel_group(with_context_parallel=True),
         model_parallel=ps.get_model_parallel_group(),
         expert_tp=ps.get_expert_tensor_parallel_group(),
+        expert_dp=ps.get_expert_data_parallel_group(),
         expert_model_parallel=ps.get_expert_tensor_model_pipeline_parallel_group(),
     )
 

@@ -45,13 +45,22 @@ def load_hf(directory: Path, chunks: Sequence[ModelChunk], bound: BoundMap, mesh
     checkpoint.close()
 
 
+def is_replicated(name: str, bound: BoundMap) -> bool:
+    """Whether all tensor-parallel ranks hold the same values of this parameter."""
+    return all(axis is None for axis in bound.entry(untied(name, bound)).rule.axes)
+
+
 def with_entries(named: Mapping[str, torch.Tensor], bound: BoundMap) -> Iterator[tuple[Entry, torch.Tensor]]:
     """Each local parameter with its map entry. The output copy of a tied embedding uses the embedding's entry."""
-    aliases = {"output_layer.weight": "embedding.word_embeddings.weight"} if bound.shape.tied else {}
-    names = {name: aliases.get(name, name) for name in named}
+    names = {name: untied(name, bound) for name in named}
     bound.check_mcore_coverage(names.values())
     for name, tensor in named.items():
         yield bound.entry(names[name]), tensor
+
+
+def untied(name: str, bound: BoundMap) -> str:
+    """With tied embeddings the last pipeline stage holds a second copy under the output layer's name."""
+    return "embedding.word_embeddings.weight" if bound.shape.tied and name == "output_layer.weight" else name
 
 
 def cut_of(entry: Entry, mesh: Mesh) -> tuple[int, int]:
@@ -78,12 +87,10 @@ def gather_hf(named: Mapping[str, torch.Tensor], bound: BoundMap, mesh: Mesh) ->
     """
     if not mesh.holds_saved_copy:
         return
-    owned = dict.fromkeys(named)
     if mesh.layout.world_size == 1:
         for entry in bound.entries.values():
             yield from entry.to_hf([named[entry.mcore].detach()])
         return
-    del owned
     for entry in bound.entries.values():
         local = named.get(entry.mcore)
         rank, parallel = cut_of(entry, mesh)

@@ -1,0 +1,234 @@
+"""The megatron-core backend: one object per rank, driven by the training loop through `miles.train.backend.Backend`.
+
+Order of a rank's life: `init` (platform, mesh, model, optimizer), `load` or `load_checkpoint`, then `step`,
+`logprobs`, `state_for_sync`, `save`. Knows token ids and Hugging Face (HF) names, not text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import reduce
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from miles.algos.config import AlgoConfig
+from miles.algos.metrics import MetricSums
+from miles.algos.objective import step_objective
+from miles.data.batch import RankBatch
+from miles.models import registry
+from miles.models.family import read_hf_config
+from miles.models.hf_files import FolderWriter, copy_tokenizer_files, write_json, write_shards
+from miles.train import checkpoint
+from miles.train.backend import ParallelLayout
+from miles.train.checkpoint import Manifest, Skipped
+from miles.train.config import TrainConfig
+from miles.train.errors import CheckpointError, TrainError
+from miles.train.megatron import build, loop, mesh, platform, rng, state_files, weights
+from miles.train.megatron.inputs import ModelInput, to_inputs
+from miles.train.megatron.optimizer import MasterAdamW
+from miles.train.megatron.scoring import Scorer
+from miles.train.megatron.spec import choose_spec
+from miles.train.parallel_checks import check_parallelism
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What `load_checkpoint` found: the loop's own state, the step it was saved at, and what was passed over."""
+
+    extra: dict[str, Any]
+    step: int
+    path: Path
+    skipped: tuple[Skipped, ...]
+    rng_restored: bool
+
+
+class MegatronBackend:
+    """`temperature` must equal the rollout's: log-probs are taken of logits divided by it."""
+
+    def __init__(
+        self,
+        *,
+        config: TrainConfig,
+        algo: AlgoConfig,
+        model_dir: Path,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        seed: int,
+        temperature: float = 1.0,
+        rope_kind: str | None = None,
+        install: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:
+        """`install` is called with each built model chunk before its gradient buffers exist (quantisation hooks)."""
+        if temperature <= 0:
+            raise TrainError(f"temperature is {temperature}; training needs the sampling temperature, above 0")
+        self.config = config
+        self.algo = algo
+        self.model_dir = Path(model_dir)
+        self.temperature = temperature
+        self.seed = seed
+        self._address = (rank, world_size, master_addr, master_port)
+        self._install = install
+        self.hf_config = read_hf_config(self.model_dir)
+        self.family = registry.resolve(self.hf_config, where=str(self.model_dir / "config.json"))
+        self.model = self.family.to_mcore(
+            self.hf_config, rope_kind=rope_kind, where=str(self.model_dir / "config.json")
+        )
+        check_parallelism(config.parallel, self.model)
+
+    def init(self) -> None:
+        """Join the mesh and build model and optimizer. Collective; weights are undefined until `load`."""
+        rank, world_size, address, port = self._address
+        torch.set_num_threads(self.config.num_threads)
+        platform.quiet_import_warnings()
+        self.platform = platform.choose_platform(self.config.device, rank)
+        self.shim = platform.apply_cpu_shim() if self.platform.is_cpu else ()
+        self.mesh = mesh.join(
+            self.config.parallel,
+            self.platform,
+            rank=rank,
+            world_size=world_size,
+            master_addr=address,
+            master_port=port,
+            timeout_s=self.config.timeout_s,
+        )
+        rng.seed_all(self.seed + rank)
+        self.choice = choose_spec(self.config.megatron, self.platform)
+        self.chunks = build.build_chunks(
+            self.model, self.config, self.mesh, self.platform, self.choice, install=self._install
+        )
+        self.bound = self.family.weights.bind(self.model.map_shape)
+        self.optimizer = MasterAdamW(
+            self.chunks, self.config.optimizer, self.mesh, lambda name: weights.is_replicated(name, self.bound)
+        )
+        self.scorer = Scorer(self.mesh, self.algo, self.model.vocab_size, self.temperature)
+
+    @property
+    def parallel_layout(self) -> ParallelLayout:
+        return self.mesh.layout
+
+    def load(self, hf_dir: Path | None = None) -> None:
+        """Load weights from an HF folder (default: the model folder); the optimizer starts fresh."""
+        weights.load_hf(Path(hf_dir) if hf_dir is not None else self.model_dir, self.chunks, self.bound, self.mesh)
+        self.optimizer.refresh_masters()
+
+    def step(self, batch: RankBatch) -> dict[str, float]:
+        """One optimizer step. Metrics are global and equal on every rank; a batch without counted rollouts, or with
+        non-finite values under `nonfinite: skip_step`, changes nothing and reports `train/step_skipped` 1."""
+        if batch.skip:
+            return {"train/step_skipped": 1.0}
+        parts = loop.forward_backward(self.chunks, self._inputs(batch), self._objective, self.mesh)
+        sums = self._global_sums(parts)
+        metrics = sums.finish()
+        norm = self.optimizer.grad_norm()
+        broken = sums.nonfinite_tokens > 0 or not np.isfinite(norm)
+        if broken and self.algo.nonfinite == "raise":
+            raise TrainError(
+                f"the gradient norm of step {self.optimizer.steps} is {norm}; lower train.optimizer.lr or inspect the "
+                "step with `miles replay`; algo.nonfinite=skip_step goes on without this step"
+            )
+        metrics |= {"train/grad_norm": norm, "train/step_skipped": float(broken)}
+        if not broken:
+            metrics["train/lr"] = self.optimizer.apply(norm)
+        return metrics
+
+    def logprobs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Float32 [R] of each sample's response under the current weights, in the order of the micro-batches' samples;
+        dummy samples are left out. With pipeline stages every rank gets the last stage's result."""
+
+        def read(item: ModelInput, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = self.scorer.log_probs(item, logits)
+            return scores, scores
+
+        results = loop.forward_only(self.chunks, self._inputs(batch), read, self.mesh)
+        arrays: list[np.ndarray] = []
+        for micro_batch, scores in zip(batch.micro_batches, results, strict=True):
+            pieces = np.split(scores.float().cpu().numpy(), np.cumsum(micro_batch.response_lengths)[:-1])
+            arrays += [piece for index, piece in zip(micro_batch.sample_index, pieces, strict=True) if index >= 0]
+        return arrays
+
+    def state_for_sync(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """HF names and full tensors on global rank 0, nothing elsewhere; every rank must exhaust it."""
+        return weights.gather_hf(weights.local_parameters(self.chunks), self.bound, self.mesh)
+
+    def export_hf(self, directory: Path) -> None:
+        """Write an HF folder (atomic): weights, config.json, tokenizer files of the model folder."""
+        tensors = self.state_for_sync()
+        if self.mesh.layout.rank != 0:
+            for _ in tensors:
+                pass
+            return
+        with FolderWriter(Path(directory)) as folder:
+            copy_tokenizer_files(self.model_dir, folder)
+            write_json(folder / "config.json", self.hf_config)
+            write_shards(folder, tensors)
+
+    def save(self, directory: Path, *, extra: dict[str, Any]) -> Path:
+        """Write `iter_<n>` below `directory`, n = extra["step"] or the optimizer's step count. Collective, atomic."""
+        directory = Path(directory)
+        step = int(extra.get("step", self.optimizer.steps))
+        folder, files = state_files.save_shards(directory, step, self.optimizer, self.bound, self.mesh)
+        manifest = Manifest(
+            step=step,
+            optimizer_steps=self.optimizer.steps,
+            family=self.family.name,
+            mesh=self.config.parallel.model_dump(),
+            versions={name: metadata.version(name) for name in ("torch", "megatron-core")},
+            files=files,
+            extra=extra,
+            settings={"precision": self.config.precision, "spec": asdict(self.choice), "hf_config": self.hf_config},
+        )
+        state_files.publish(folder, manifest, self.mesh, keep=self.config.checkpoint_keep)
+        return directory / f"iter_{step}"
+
+    def load_checkpoint(self, directory: Path) -> Resumed | None:
+        """Resume from the newest complete checkpoint that verifies; None when there is none. Any mesh loads any."""
+        found = checkpoint.find(Path(directory))
+        if found.path is None or found.manifest is None:
+            return None
+        if found.manifest.family != self.family.name or found.manifest.settings["hf_config"] != self.hf_config:
+            raise CheckpointError(
+                f"{found.path}: holds a {found.manifest.family} model with another config.json than {self.model_dir}; "
+                "resume with the model it was started from or choose another run folder"
+            )
+        reader = state_files.ShardReader(found.path, found.manifest, self.bound)
+        state_files.load_optimizer(reader, self.optimizer, self.mesh)
+        restored = reader.restore_rng(self.mesh)
+        return Resumed(dict(found.manifest.extra), found.manifest.step, found.path, found.skipped, restored)
+
+    def sleep(self) -> None:
+        """Nothing to give back on a CPU; on a GPU weights are kept (see docs) until rematerialisation exists."""
+        if not self.platform.is_cpu:
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+
+    def close(self) -> None:
+        """Leave the mesh."""
+        mesh.leave()
+
+    def _inputs(self, batch: RankBatch) -> list[ModelInput]:
+        multiple = self.config.parallel.tp if self.config.parallel.sp else 1
+        return to_inputs(batch.micro_batches, self.platform.device, sequence_multiple=multiple)
+
+    def _objective(self, item: ModelInput, logits: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
+        scores = self.scorer.log_probs(item, logits)
+        entropy = self.scorer.entropy(logits) if self.algo.entropy_coef > 0 else None
+        return step_objective(scores, item.tensors, self.algo, entropy=entropy)
+
+    def _global_sums(self, parts: list[MetricSums]) -> MetricSums:
+        total = reduce(lambda left, right: left + right, parts) if parts else MetricSums.zeros(self.platform.device)
+        total = total.all_reduce(self.mesh.dp_cp, histogram=self.algo.correction.active)
+        if self.mesh.layout.pp_size > 1:
+            last = dist.get_global_rank(self.mesh.pp, self.mesh.layout.pp_size - 1)
+            for tensor in (total.sums, total.maxima):
+                dist.broadcast(tensor, last, group=self.mesh.pp)
+        return total

@@ -1,0 +1,148 @@
+"""What the megatron backend puts into checkpoint files, and how any mesh reads it back.
+
+Each rank writes the parameters it owns (one owner per cut) as fp32 masters with their AdamW moments, under global
+megatron-core names, plus its random state. Reading goes through the weight map's Hugging Face view, so a
+checkpoint of one mesh loads into any other bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miles.models.weightmap import BoundMap
+from miles.train import checkpoint
+from miles.train.checkpoint import FileRecord, Manifest
+from miles.train.errors import CheckpointError
+from miles.train.megatron import rng
+from miles.train.megatron.mesh import Mesh
+from miles.train.megatron.optimizer import MOMENTS, MasterAdamW
+from miles.train.megatron.weights import cut_of, is_replicated, untied
+
+
+def save_shards(
+    directory: Path, step: int, optimizer: MasterAdamW, bound: BoundMap, mesh: Mesh
+) -> tuple[Path, list[FileRecord]]:
+    """Every rank writes its file below `iter_<step>.tmp`; returns the folder and all files' records on every rank.
+
+    A failure on any rank removes the folder and raises the same error on all ranks.
+    """
+    folder = directory / f"iter_{step}.tmp"
+    _together(mesh, folder, lambda: checkpoint.begin(directory, step) if mesh.layout.rank == 0 else None)
+    tensors, state = rng.capture()
+    for key, values in {"model": optimizer.master_tensors(), **optimizer.moments()}.items():
+        tensors |= {f"{key}/{name}": value for name, value in values.items() if _owns(name, bound, mesh)}
+    metadata = {
+        "rank": mesh.layout.rank,
+        "tp_rank": dist.get_rank(mesh.tp),
+        "expert_tp_rank": dist.get_rank(mesh.expert_tp),
+        "rng": state,
+    }
+    name = f"rank_{mesh.layout.rank:05d}.safetensors"
+    records = _together(mesh, folder, lambda: checkpoint.write_tensors(folder, name, tensors, metadata))
+    return folder, records
+
+
+def publish(folder: Path, manifest: Manifest, mesh: Mesh, *, keep: int) -> None:
+    """Rank 0 makes the checkpoint visible; the others wait for it."""
+    _together(mesh, folder, lambda: checkpoint.publish(folder, manifest, keep=keep) if mesh.layout.rank == 0 else None)
+
+
+def _owns(name: str, bound: BoundMap, mesh: Mesh) -> bool:
+    if untied(name, bound) != name:
+        return False
+    entry = bound.entry(name)
+    copies = mesh.expert_dp if entry.rule.per_expert else mesh.dp_cp
+    rank, _ = cut_of(entry, mesh)
+    return dist.get_rank(copies) == 0 and (rank == 0 or not is_replicated(name, bound))
+
+
+def _together(mesh: Mesh, folder: Path, work: Any) -> list[Any]:
+    """Run `work` on every rank; results of all ranks, or one error on all ranks."""
+    try:
+        mine: tuple[Any, str | None] = (work(), None)
+    except CheckpointError as error:
+        mine = (None, str(error))
+    except Exception as error:  # a rank must tell the others instead of leaving them in a collective
+        mine = (None, f"rank {mesh.layout.rank}: {error}")
+    outcomes: list[Any] = [mine]
+    if mesh.layout.world_size > 1:
+        outcomes = [None] * mesh.layout.world_size
+        dist.all_gather_object(outcomes, mine)
+    failures = [text for _, text in outcomes if text is not None]
+    if failures:
+        if mesh.layout.rank == 0:
+            checkpoint.abandon(folder)
+        raise CheckpointError("checkpoint was not saved: " + "; ".join(dict.fromkeys(failures)))
+    return [value for value, _ in outcomes]
+
+
+class ShardReader:
+    """Hugging Face view of a checkpoint's files, whatever mesh wrote them."""
+
+    def __init__(self, path: Path, manifest: Manifest, bound: BoundMap) -> None:
+        from safetensors import safe_open
+
+        self.path = path
+        self.bound = bound
+        self.manifest = manifest
+        self._files = {record.name: safe_open(path / record.name, framework="pt") for record in manifest.files}
+        self._where: dict[str, list[tuple[int, str]]] = {}
+        for record in manifest.files:
+            for key in self._files[record.name].keys():
+                kind, _, name = key.partition("/")
+                if kind == "rng":
+                    continue
+                expert = bound.entry(name).rule.per_expert
+                cut = int(record.metadata["expert_tp_rank" if expert else "tp_rank"])
+                self._where.setdefault(key, []).append((cut, record.name))
+        self._cache: tuple[str, dict[str, torch.Tensor]] = ("", {})
+
+    def has(self, kind: str) -> bool:
+        return any(key.startswith(kind + "/") for key in self._where)
+
+    def local(self, kind: str, name: str, shape: Sequence[int], mesh: Mesh) -> torch.Tensor:
+        """This rank's part of one parameter's `kind` (model, exp_avg, exp_avg_sq)."""
+        entry = self.bound.entry(untied(name, self.bound))
+        key = f"{kind}/{entry.mcore}"
+        if key not in self._where:
+            raise CheckpointError(f"{self.path}: {kind} of {entry.mcore} is in none of its files")
+        rank, parallel = cut_of(entry, mesh)
+        places = sorted(self._where[key])
+        if len(places) == parallel or is_replicated(entry.mcore, self.bound):
+            found = self._files[places[0 if len(places) == 1 else rank][1]].get_tensor(key)
+            if tuple(found.shape) == tuple(shape):
+                return found
+        if self._cache[0] != key:
+            parts = [self._files[file].get_tensor(key) for _, file in places]
+            self._cache = (key, dict(entry.to_hf(parts)))
+        full = self._cache[1]
+
+        def read(hf: str, axis: int | None, start: int, stop: int) -> torch.Tensor:
+            return full[hf] if axis is None else full[hf].narrow(axis, start, stop - start)
+
+        return entry.to_local(read, local=tuple(shape), rank=rank, parallel=parallel)
+
+    def restore_rng(self, mesh: Mesh) -> bool:
+        """Restore this rank's random state when the checkpoint has as many ranks; else report False."""
+        if len(self.manifest.files) != mesh.layout.world_size:
+            return False
+        record = self.manifest.files[mesh.layout.rank]
+        file = self._files[record.name]
+        keys = [key for key in file.keys() if key.startswith("rng/")]
+        rng.restore({key: file.get_tensor(key) for key in keys}, record.metadata["rng"])
+        return True
+
+
+def load_optimizer(reader: ShardReader, optimizer: MasterAdamW, mesh: Mesh) -> None:
+    """Masters, moments and step count of this rank from a checkpoint."""
+
+    def gather(kind: str) -> Mapping[str, torch.Tensor]:
+        return {item.name: reader.local(kind, item.name, item.master.shape, mesh) for item in optimizer.masters}
+
+    moments = {kind: gather(kind) for kind in MOMENTS} if reader.has(MOMENTS[0]) else {}
+    optimizer.restore(gather("model"), moments, reader.manifest.optimizer_steps)
