@@ -1,0 +1,307 @@
+"""NVFP4 quantise-dequantise in Triton: bit-equal to `reference.py`, one launch over a list of weights.
+
+One lane owns one block of 16: two loads of 8 elements, everything else in registers, so the 4over6 error is a true
+left-to-right sum. Rounding is done by adding a power of two that leaves the wanted mantissa bits (E2M1: one, E4M3:
+three), which is exact round to nearest even in the hardware adder. The kernels must be compiled without FMA
+contraction. `PTX` selects two NVIDIA forms of the same arithmetic (packed conversion, Markstein division); without
+it everything is portable and runs in the interpreter. Weights come by a table of addresses; see `miles.kernels.weight_table`.
+
+Kernels set a device flag (bit 0) where the maximum of a tensor is not finite, and (bit 1) where the `te` decode
+overflows; nothing here reads it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FLT_MAX = tl.constexpr(3.4028234663852886e38)
+ONE_SIXTH = tl.constexpr(0.16666667163372040)
+
+
+@triton.jit
+def _round_mantissa(m, BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """m >= 0 fp32 -> nearest value with BITS mantissa bits and exponents from MIN_EXPONENT, ties to even."""
+    shift: tl.constexpr = (23 - BITS) << 23
+    floor: tl.constexpr = (MIN_EXPONENT + 127 + 23 - BITS) << 23
+    magic = tl.maximum((m.to(tl.int32, bitcast=True) & 0x7F800000) + shift, floor).to(tl.float32, bitcast=True)
+    return (m + magic) - magic
+
+
+@triton.jit
+def _e2m1(x, inv):
+    """|x| * inv rounded to an E2M1 magnitude 0..6, as fp32."""
+    return _round_mantissa(tl.minimum(tl.abs(x * inv), 6.0), 1, 0)
+
+
+@triton.jit
+def _e4m3(s):
+    """s >= 0 rounded to an E4M3 magnitude 0..448, as fp32."""
+    return _round_mantissa(tl.minimum(s, 448.0), 3, -6)
+
+
+@triton.jit
+def _inverse(scale, s_dec):
+    return tl.minimum(tl.div_rn(1.0, scale * s_dec), FLT_MAX)
+
+
+@triton.jit
+def _unpack(word, FP16: tl.constexpr):
+    """One 32-bit word -> its (low, high) elements as fp32."""
+    if FP16:
+        low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low = (word << 16).to(tl.float32, bitcast=True)
+        high = (word & -65536).to(tl.float32, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _pack(low, high, FP16: tl.constexpr, PTX: tl.constexpr):
+    """Two non-negative fp32 -> one word of two 16-bit floats, round to nearest even."""
+    if PTX:
+        if FP16:
+            word = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], tl.int32, True, 1)
+        else:
+            word = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], tl.int32, True, 1)
+    elif FP16:
+        low_bits = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        word = low_bits | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        a = low.to(tl.int32, bitcast=True)
+        b = high.to(tl.int32, bitcast=True)
+        word = ((a + 0x7FFF + ((a >> 16) & 1)) >> 16) | ((b + 0x7FFF + ((b >> 16) & 1)) & -65536)
+    return word
+
+
+@triton.jit
+def _split4(tile, ROWS: tl.constexpr):
+    """[ROWS, 4] -> its four columns."""
+    even, odd = tl.split(tl.reshape(tile, (ROWS, 2, 2)))
+    c0, c2 = tl.split(even)
+    c1, c3 = tl.split(odd)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _join4(c0, c1, c2, c3, ROWS: tl.constexpr):
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (ROWS, 4))
+
+
+@triton.jit
+def _load_row(base, row, mask, ROWS: tl.constexpr):
+    """Eight words of each block: two vector loads of four words."""
+    offset = row[:, None] * 8 + tl.arange(0, 4)[None, :]
+    w0, w1, w2, w3 = _split4(tl.load(base + offset, mask=mask[:, None], other=0), ROWS)
+    w4, w5, w6, w7 = _split4(tl.load(base + offset + 4, mask=mask[:, None], other=0), ROWS)
+    return w0, w1, w2, w3, w4, w5, w6, w7
+
+
+@triton.jit
+def _abs_max(x, FP16: tl.constexpr):
+    """Max abs of a tuple of words per row, as the bits of an fp32 (NaN and infinity are the largest)."""
+    if FP16:
+        low, high = _unpack(x[0], FP16)
+        best = tl.maximum(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, high.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        for i in tl.static_range(1, 8):
+            low, high = _unpack(x[i], FP16)
+            best = tl.maximum(best, low.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            best = tl.maximum(best, high.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    else:
+        low = x[0] & 0x7FFF
+        best = x[0] & 0x7FFF0000
+        for i in tl.static_range(1, 8):
+            low = tl.maximum(low, x[i] & 0x7FFF)
+            best = tl.maximum(best, x[i] & 0x7FFF0000)
+        best = tl.maximum(best, low << 16)
+    return best
+
+
+@triton.jit
+def _term(
+    q, scale, x, xs, amax, numerator, recip, FAST_DIV: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr
+):
+    """One |d| or d*d of the 4over6 error from magnitudes: q and x carry the same sign. xs = x * S_enc."""
+    if FP16_DOMAIN:
+        # The product has six significant bits: its cast to fp16 and back is exact, and so is the fused product.
+        d = tl.fma(q, scale, -xs)
+    else:
+        n = (q * scale) * amax
+        if FAST_DIV:
+            # Markstein: with the rounded reciprocal, two FMAs give the correctly rounded quotient.
+            quotient = n * recip
+            quotient = tl.fma(tl.fma(-quotient, numerator, n), recip, quotient)
+        else:
+            quotient = tl.div_rn(n, numerator)
+        d = quotient - x
+    if MSE:
+        return d * d
+    else:
+        return tl.abs(d)
+
+
+@triton.jit
+def _quantize_4over6(
+    x,
+    a,
+    amax,
+    s_enc,
+    s_dec,
+    numerator,
+    recip,
+    FP16: tl.constexpr,
+    FAST_DIV: tl.constexpr,
+    FP16_DOMAIN: tl.constexpr,
+    MSE: tl.constexpr,
+):
+    """E2M1 magnitudes (16 fp32) and block scale of the candidate with the smaller error; ties keep the map to 6."""
+    s6 = tl.div_rn(a, 6.0) * s_enc
+    scale6 = _e4m3(s6)
+    scale4 = _e4m3(s6 * 1.5)
+    inv6 = _inverse(scale6, s_dec)
+    inv4 = _inverse(scale4, s_dec)
+    error6 = a * 0.0
+    error4 = a * 0.0
+    q6 = ()
+    q4 = ()
+    for i in tl.static_range(8):
+        halves = _unpack(x[i], FP16)
+        for h in tl.static_range(2):
+            v = tl.abs(halves[h])
+            vs = v * s_enc
+            r6 = _e2m1(v, inv6)
+            r4 = _e2m1(v, inv4)
+            error6 += _term(r6, scale6, v, vs, amax, numerator, recip, FAST_DIV, FP16_DOMAIN, MSE)
+            error4 += _term(r4, scale4, v, vs, amax, numerator, recip, FAST_DIV, FP16_DOMAIN, MSE)
+            q6 = q6 + (r6,)
+            q4 = q4 + (r4,)
+    four = error4 < error6
+    q = ()
+    for i in tl.static_range(16):
+        q = q + (tl.where(four, q4[i], q6[i]),)
+    return q, tl.where(four, scale4, scale6)
+
+
+@triton.jit
+def _quantize_standard(x, a, s_enc, s_dec, FP16: tl.constexpr):
+    """E2M1 magnitudes (16 fp32) and block scale (fp32 value of an E4M3)."""
+    scale = _e4m3(a * (s_enc * ONE_SIXTH))
+    inv = _inverse(scale, s_dec)
+    q = ()
+    for i in tl.static_range(8):
+        low, high = _unpack(x[i], FP16)
+        q = q + (_e2m1(low, inv), _e2m1(high, inv))
+    return q, scale
+
+
+@triton.jit
+def _tile(
+    src, dst, row, mask, amax, s_enc, s_dec, numerator, recip,
+    ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
+    FAST_DIV: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
+):  # fmt: skip
+    """Quantise and dequantise ROWS blocks at word pointers src, dst; returns the bits of each block's max abs."""
+    x = _load_row(src, row, mask, ROWS)
+    bits = _abs_max(x, FP16)
+    a = bits.to(tl.float32, bitcast=True)
+    if FOUR_OVER_SIX:
+        q, scale = _quantize_4over6(x, a, amax, s_enc, s_dec, numerator, recip, FP16, FAST_DIV, FP16_DOMAIN, MSE)
+    else:
+        q, scale = _quantize_standard(x, a, s_enc, s_dec, FP16)
+    if TE_DECODE:
+        factor = (scale * amax) * recip
+    else:
+        factor = scale * s_dec
+    y = ()
+    for i in tl.static_range(8):
+        word = _pack(q[2 * i] * factor, q[2 * i + 1] * factor, FP16, PTX)
+        y = y + (word | (x[i] & -2147450880),)  # both sign bits, also of zeros
+    offset = row[:, None] * 8 + tl.arange(0, 4)[None, :]
+    tl.store(dst + offset, _join4(y[0], y[1], y[2], y[3], ROWS), mask=mask[:, None])
+    tl.store(dst + offset + 4, _join4(y[4], y[5], y[6], y[7], ROWS), mask=mask[:, None])
+    return bits
+
+
+@triton.jit
+def _scales(amax, numerator):
+    """S_enc and S_dec of a tensor maximum."""
+    s_enc = tl.minimum(tl.div_rn(numerator, amax), FLT_MAX)
+    s_enc = tl.where((amax == 0.0) | (s_enc == 0.0), 1.0, s_enc)
+    return s_enc, tl.div_rn(1.0, s_enc)
+
+
+@triton.jit
+def _entry(table, n, weight):
+    """(source offset and output offset in 16-byte units, blocks, amax slot, first chunk) of one weight in the table.
+
+    Addresses are offsets from one base pointer: the compiler then knows the 16-byte alignment.
+    """
+    row = table + weight
+    return tl.load(row), tl.load(row + n), tl.load(row + 2 * n), tl.load(row + 3 * n), tl.load(row + 4 * n)
+
+
+@triton.jit
+def amax_kernel(base, table, chunk_weight, amax_bits, n, ROWS: tl.constexpr, TILES: tl.constexpr, FP16: tl.constexpr):
+    """Integer max of the fp32 bits of |x| per slot (int32, zero at start): free of order, so exact."""
+    chunk = tl.program_id(0)
+    src, _out, blocks, slot, first_chunk = _entry(table, n, tl.load(chunk_weight + chunk))
+    words = base + src * 4
+    start = (chunk - first_chunk) * (ROWS * TILES)
+    best = tl.zeros((ROWS,), tl.int32)
+    for t in range(TILES):
+        row = start + t * ROWS + tl.arange(0, ROWS)
+        best = tl.maximum(best, _abs_max(_load_row(words, row, row < blocks, ROWS), FP16))
+    tl.atomic_max(amax_bits + slot, tl.max(best, axis=0), sem="relaxed")
+
+
+@triton.jit
+def _chunk(
+    src, dst, start, blocks, amax, numerator, recip,
+    ROWS: tl.constexpr, TILES: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
+    FAST_DIV: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles from block `start`; returns the largest max-abs bits seen."""
+    s_enc, s_dec = _scales(amax, numerator)
+    worst = tl.zeros((ROWS,), tl.int32)
+    for t in range(TILES):
+        row = start + t * ROWS + tl.arange(0, ROWS)
+        bits = _tile(
+            src, dst, row, row < blocks, amax, s_enc, s_dec, numerator, recip,
+            ROWS, FP16, PTX, FOUR_OVER_SIX, FAST_DIV, FP16_DOMAIN, MSE, TE_DECODE,
+        )  # fmt: skip
+        worst = tl.maximum(worst, bits)
+    return tl.max(worst, axis=0)
+
+
+@triton.jit
+def _raise_flag(flag, worst, amax, TE_DECODE: tl.constexpr):
+    bad = (worst >= 0x7F800000).to(tl.int32)
+    if TE_DECODE:
+        bad = bad | ((amax * 448.0 > FLT_MAX).to(tl.int32) << 1)
+    if bad != 0:
+        tl.atomic_or(flag, bad, sem="relaxed")
+
+
+@triton.jit
+def qdq_kernel(
+    base, table, chunk_weight, out, amax_bits, flag, n, chunks, numerator, recip,
+    ROWS: tl.constexpr, TILES: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
+    FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
+):  # fmt: skip
+    """Quantise and dequantise; chunks run last to first, so that what an amax pass left in L2 is read first."""
+    chunk = chunks - 1 - tl.program_id(0)
+    src_offset, dst_offset, blocks, slot, first_chunk = _entry(table, n, tl.load(chunk_weight + chunk))
+    amax = tl.load(amax_bits + slot).to(tl.float32, bitcast=True)
+    start = (chunk - first_chunk) * (ROWS * TILES)
+    src = base + src_offset * 4
+    dst = out + dst_offset * 4
+    if FOUR_OVER_SIX and not FP16_DOMAIN:
+        # Inside this range no step of the Markstein division can leave the normal numbers.
+        if (amax < 8.6736174e-19) | (amax > 1.1529215e18):
+            worst = _chunk(src, dst, start, blocks, amax, numerator, recip, ROWS, TILES, FP16, PTX, True, False, False, MSE, TE_DECODE)  # fmt: skip
+        else:
+            worst = _chunk(src, dst, start, blocks, amax, numerator, recip, ROWS, TILES, FP16, PTX, True, True, False, MSE, TE_DECODE)  # fmt: skip
+    else:
+        worst = _chunk(src, dst, start, blocks, amax, numerator, recip, ROWS, TILES, FP16, PTX, FOUR_OVER_SIX, True, True, MSE, TE_DECODE)  # fmt: skip
+    _raise_flag(flag, worst, amax, TE_DECODE)
