@@ -94,17 +94,21 @@ class ConfigErrors(CiError):
 
 
 def edit_distance(left: str, right: str, limit: int) -> int:
-    """Levenshtein distance, or `limit + 1` as soon as it must exceed `limit`."""
+    """Insertions, deletions, replacements and swaps of neighbours; `limit + 1` once it must exceed `limit`."""
     if abs(len(left) - len(right)) > limit:
         return limit + 1
+    before: list[int] = []
     previous = list(range(len(right) + 1))
     for i, a in enumerate(left, 1):
         current = [i]
         for j, b in enumerate(right, 1):
-            current.append(min(previous[j] + 1, current[j - 1] + 1, previous[j - 1] + (a != b)))
-        if min(current) > limit:
+            best = min(previous[j] + 1, current[j - 1] + 1, previous[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == right[j - 2] and left[i - 2] == b:
+                best = min(best, before[j - 2] + 1)
+            current.append(best)
+        if min(current) > limit and min(previous) > limit:
             return limit + 1
-        previous = current
+        before, previous = previous, current
     return previous[-1]
 
 
