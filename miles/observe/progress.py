@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any, Protocol, Self
 
@@ -111,7 +112,7 @@ def sparkline(values: list[float], *, width: int) -> str:
         return ""
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     top = len(SPARK) - 1
     return "".join(SPARK[round(min(max(mean, 0.0), 1.0) * top)] for mean in means)
 

@@ -1,0 +1,79 @@
+"""One local Ray cluster per run, started and stopped by the command that needs it.
+
+Every cluster has its own temporary folder and ports chosen by Ray, so two runs on a machine do not meet.
+Ray's daemons die with the driver (parent-death signal), workers die with the raylet; folders that a killed
+driver left are removed by the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "miles-ray-"
+OBJECT_STORE_BYTES = 128 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running local cluster: its folder holds Ray's session logs."""
+
+    folder: Path
+
+
+@contextlib.contextmanager
+def local_cluster(*, cpus: int, gpus: int = 0) -> Iterator[Cluster]:
+    """Start Ray with `cpus` logical CPU slots (one per actor), yield, stop it and remove its folder."""
+    _remove_stale_folders()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    # Held until this process ends: a folder whose lock can be taken belongs to nobody.
+    lock = (folder / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    ray = _import_ray()
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            num_gpus=gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            namespace="miles",
+            _temp_dir=str(folder),
+        )
+        yield Cluster(folder=folder)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def _import_ray():  # noqa: ANN202 - the module type is Ray's own
+    # A local cluster of one user needs neither a token file in the home folder nor usage reports.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    return ray
+
+
+def _remove_stale_folders() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            with (folder / "lock").open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            # Locked by a living driver, or vanished meanwhile: not ours to remove.
+            continue
