@@ -1,0 +1,263 @@
+"""`EngineClient`: the client side of the engine contract, for the embedded engine and for SGLang servers.
+
+Token ids in, token ids out; text is refused by having no place for it. Concurrent `generate` calls of one event-loop
+tick travel as one batched request. Every wait is bounded and every reply is checked before anyone sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+from miles.rollout.errors import EngineCapabilityError, EngineHttpError, EngineReplyError, EngineUnreachable
+from miles.rollout.messages import GenerateRequest, GenerateResult, SamplingParams, batch_body, read_replies
+
+__all__ = ["EngineClient", "EngineInfo", "GenerateRequest", "GenerateResult", "SamplingParams"]
+
+MAX_BATCH = 1024
+CONNECT_TIMEOUT_S = 10.0
+CONTROL_TIMEOUT_S = 60.0
+
+# Routes by which a stock build without a capability list shows what it offers.
+_ROUTE_CAPABILITIES = {
+    "/generate": ("generate", "batch_generate"),
+    "/pause_generation": ("pause",),
+    "/abort_request": ("abort_request",),
+    "/begin_weight_update": ("begin_end_weight_update",),
+    "/update_weights_from_tensor": ("update_weights_from_tensor",),
+    "/update_weights_from_distributed": ("update_weights_from_distributed",),
+    "/update_weights_from_disk": ("update_weights_from_disk",),
+    "/release_memory_occupation": ("release_memory",),
+    "/parameter_table": ("parameter_table",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine said about itself, read once."""
+
+    url: str
+    engine: str
+    version: str
+    capabilities: frozenset[str]
+    context_length: int | None
+    vocab_size: int | None
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def require(self, capability: str) -> None:
+        if capability not in self.capabilities:
+            raise EngineCapabilityError(
+                f"engine {self.url} ({self.engine} {self.version}) lacks {capability!r}; it offers "
+                f"{', '.join(sorted(self.capabilities))}"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    request: GenerateRequest
+    future: asyncio.Future[GenerateResult]
+
+
+class EngineClient:
+    """One engine. Use as `async with`, inside one event loop.
+
+    `vocab_size`: for engines that do not report theirs; ids of replies are checked against it. `timeout_s` bounds
+    one generate call from send to reply.
+    """
+
+    def __init__(self, url: str, *, vocab_size: int | None = None, timeout_s: float = 600.0) -> None:
+        self.url = url.rstrip("/")
+        self._vocab_size = vocab_size
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._info: EngineInfo | None = None
+        self._pending: list[_Pending] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def info(self) -> EngineInfo:
+        """Read once: `/server_info`, and `/openapi.json` where the build lists no capabilities."""
+        if self._info is None:
+            raw = await self._json("GET", "/server_info")
+            capabilities = raw.get("capabilities")
+            if capabilities is None:
+                paths = (await self._json("GET", "/openapi.json")).get("paths", {})
+                capabilities = [name for path, names in _ROUTE_CAPABILITIES.items() if path in paths for name in names]
+            self._info = EngineInfo(
+                url=self.url,
+                engine=raw.get("engine", "sglang"),
+                version=str(raw.get("version", "unknown")),
+                capabilities=frozenset(capabilities),
+                context_length=raw.get("context_length"),
+                vocab_size=raw.get("vocab_size") or self._vocab_size,
+                raw=raw,
+            )
+            if self._vocab_size is None:
+                self._vocab_size = self._info.vocab_size
+        return self._info
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """One sequence; joins the other calls of this tick."""
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """Several sequences, results in order. The first error ends the call; cancelling aborts what is running."""
+        info = self._info or await self.info()
+        if self._vocab_size is None:
+            raise EngineCapabilityError(
+                f"engine {self.url} does not report its vocabulary size; pass vocab_size to EngineClient"
+            )
+        if any(r.return_sampling_mask for r in requests):
+            info.require("sampling_mask")
+        if any(r.lora_path is not None for r in requests):
+            info.require("lora")
+        loop = asyncio.get_running_loop()
+        entries = [_Pending(request, loop.create_future()) for request in requests]
+        if not self._pending:
+            loop.call_soon(self._send_pending)
+        self._pending += entries
+        try:
+            return [await entry.future for entry in entries]
+        finally:
+            for entry in entries:
+                # Also marks the exceptions of the others as seen.
+                if not entry.future.cancel() and not entry.future.cancelled():
+                    entry.future.exception()
+
+    async def weight_version(self) -> int:
+        """The version that the engine serves (the last complete one)."""
+        text = (await self._json("GET", "/model_info")).get("weight_version")
+        if not isinstance(text, str) or not text.isdecimal():
+            raise EngineReplyError(f"engine {self.url}: /model_info: weight_version {text!r} is not a decimal string")
+        return int(text)
+
+    async def healthy(self, *, generate: bool = False, timeout_s: float = 5.0) -> bool:
+        """Process health, or with `generate` one token through the engine. Never raises for a sick engine."""
+        try:
+            await self._json("GET", "/health_generate" if generate else "/health", timeout_s=timeout_s)
+        except (EngineUnreachable, EngineHttpError, EngineReplyError):
+            return False
+        return True
+
+    async def pause(self, mode: str = "retract") -> None:
+        await self._json("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._json("POST", "/continue_generation", {})
+
+    async def flush_cache(self) -> None:
+        await self._json("POST", "/flush_cache", {})
+
+    async def abort(self, rid: str | None = None, *, prefix: bool = False) -> None:
+        """End one request, those whose id begins with `rid` (`prefix`), or all (`rid` None)."""
+        body = {"abort_all": True} if rid is None else {"rid": rid, **({"prefix": True} if prefix else {})}
+        await self._json("POST", "/abort_request", body)
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        await self._json("POST", "/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        await self._json("POST", "/resume_memory_occupation", {"tags": list(tags)})
+
+    def _send_pending(self) -> None:
+        """One task for each HTTP call: equal key and flags, at most MAX_BATCH sequences."""
+        batches: dict[tuple[int, bool, str | None], list[_Pending]] = {}
+        for entry in self._pending:
+            r = entry.request
+            batches.setdefault((r.batch_key, r.return_sampling_mask, r.lora_path), []).append(entry)
+        self._pending = []
+        for entries in batches.values():
+            for at in range(0, len(entries), MAX_BATCH):
+                self._start(entries[at : at + MAX_BATCH])
+
+    def _start(self, entries: list[_Pending]) -> None:
+        task = asyncio.get_running_loop().create_task(self._send(entries))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        left = len(entries)
+
+        def settled(future: asyncio.Future[GenerateResult]) -> None:
+            # Nobody waits any more: closing the connection makes the engine abort the batch.
+            nonlocal left
+            left -= 1
+            if left == 0 and not task.done() and any(e.future.cancelled() for e in entries):
+                task.cancel()
+
+        for entry in entries:
+            entry.future.add_done_callback(settled)
+
+    async def _send(self, entries: list[_Pending]) -> None:
+        requests = [entry.request for entry in entries]
+        try:
+            replies = await self._json("POST", "/generate", batch_body(requests), timeout_s=self._timeout_s)
+            assert self._vocab_size is not None
+            results = read_replies(replies, requests, vocab_size=self._vocab_size, engine=self.url)
+        except BaseException as error:
+            for entry in entries:
+                if not entry.future.done():
+                    if isinstance(error, Exception):
+                        entry.future.set_exception(error)
+                    else:
+                        entry.future.cancel()
+            if not isinstance(error, Exception):
+                raise
+            return
+        for entry, result in zip(entries, results, strict=True):
+            if not entry.future.done():
+                entry.future.set_result(result)
+
+    async def _json(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        """One call. Non-200 and `success: false` are `EngineHttpError`; no reply in time is `EngineUnreachable`."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector)
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        headers = {"content-type": "application/json"} if data is not None else {}
+        try:
+            async with self._session.request(
+                method, self.url + path, data=data, headers=headers, timeout=timeout
+            ) as response:
+                status, raw = response.status, await response.read()
+        except TimeoutError as error:
+            raise EngineUnreachable(f"engine {self.url}: no reply to {path} within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnreachable(f"engine {self.url}: {path} failed: {type(error).__name__}: {error}") from error
+        return self._checked(path, status, raw)
+
+    def _checked(self, path: str, status: int, raw: bytes) -> Any:
+        try:
+            value = orjson.loads(raw) if raw else {}
+        except orjson.JSONDecodeError:
+            value = None
+        if status != 200 or (isinstance(value, dict) and value.get("success") is False):
+            detail = value if isinstance(value, dict) else {}
+            error = detail.get("error") if isinstance(detail.get("error"), dict) else {}
+            message = error.get("message") or detail.get("message") or raw[:300].decode(errors="replace")
+            kind = str(error.get("type", "http_error"))
+            raise EngineHttpError(
+                f"engine {self.url}: {path} answered {status} {kind}: {message}", status=status, kind=kind
+            )
+        if value is None:
+            if path.startswith("/health") or path == "/flush_cache":
+                return {}  # stock builds answer these in plain text
+            raise EngineReplyError(f"engine {self.url}: {path} answered no JSON: {raw[:100]!r}")
+        return value
