@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-_PLAIN = re.compile(r"[A-Za-z_./$*][^\x00-\x1f\x7f]*")
+_PLAIN = re.compile(r"[A-Za-z_./$][^\x00-\x1f\x7f]*")
 _UNSAFE_IN_PLAIN = re.compile(r": | #|:$|[ \t]$")
 _NOT_STRINGS = re.compile(
     r"(?i:y|n|yes|no|on|off|true|false|null|~|\.nan|[+-]?\.inf)|[+-]?(\d[\d_]*)?\.?\d*([eE][+-]?\d+)?|0[xo][0-9a-fA-F]+|\d{4}-\d\d-\d\d.*|[\d:]+"
@@ -44,8 +44,7 @@ def scalar(value: Any) -> str:
     if isinstance(value, Pinned):
         return f"{text} # {value.version}"
     if _PLAIN.fullmatch(text) and not _UNSAFE_IN_PLAIN.search(text) and not _NOT_STRINGS.fullmatch(text):
-        if text[0] != "*":
-            return text
+        return text
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -93,12 +93,13 @@ class Job:
     def tree(self) -> Node | None:
         return None if self.condition is None else compiled(self.condition, JOB_IF, STATUS_FUNCTIONS)[0]
 
-    @property
+    @functools.cached_property
     def states_status(self) -> bool:
         """Whether the condition calls a status function, which removes the implicit `success() &&`."""
         tree = self.tree()
         return tree is not None and bool(status_functions(tree))
 
+    @functools.cached_property
     def gate(self) -> Evaluated:
         """The effective condition: `success()` is added when no status function is called."""
         source = self.condition if self.condition is not None else "success()"
@@ -152,8 +153,13 @@ class Workflow:
             done.update(dict.fromkeys(ready))
         return list(done)
 
-    def closure(self, job_id: str) -> set[str]:
+    def closure(self, job_id: str) -> frozenset[str]:
         """All jobs that a job transitively needs, without itself."""
+        if job_id not in self._closures:
+            self._closures[job_id] = self._find_closure(job_id)
+        return self._closures[job_id]
+
+    def _find_closure(self, job_id: str) -> frozenset[str]:
         found: set[str] = set()
         todo = list(self.jobs[job_id].needs)
         while todo:
@@ -161,7 +167,11 @@ class Workflow:
             if name not in found:
                 found.add(name)
                 todo.extend(self.jobs[name].needs)
-        return found
+        return frozenset(found)
+
+    @functools.cached_property
+    def _closures(self) -> dict[str, frozenset[str]]:
+        return {}
 
     def call_inputs(self) -> Mapping[str, Any]:
         return ((self.on.get("workflow_call") or {}).get("inputs")) or {}

@@ -197,7 +197,8 @@ def call(
     out["permissions"] = dict(sorted(permissions.items()))
     if matrix:
         out["strategy"] = {"fail-fast": False, "matrix": matrix}
-    out["uses"] = f"./.github/workflows/{workflow}"
+    # GitHub's own form for a file of the same repository and commit.
+    out["uses"] = f"$/.github/workflows/{workflow}"
     if given:
         out["with"] = dict(given)
     if secrets:

@@ -70,7 +70,7 @@ class JobState:
 Resolver = Callable[[str], Workflow]
 
 
-def status_of(closure: set[str], states: Mapping[str, JobState], cancelled: bool) -> dict[str, Callable[[], bool]]:
+def status_of(closure: frozenset[str], states: Mapping[str, JobState], cancelled: bool) -> dict[str, Callable[[], bool]]:
     """The four status functions for a job whose transitive needs are `closure`."""
     results = {states[name].result for name in closure}
     success, failure = results <= {"success"}, "failure" in results
@@ -122,7 +122,7 @@ class _Run:
     def state(self) -> JobState:
         job = self.job
         try:
-            wanted = is_truthy(job.gate()(self.env))
+            wanted = is_truthy(job.gate(self.env))
         except ExpressionError as error:
             raise WorkflowError(f"{self.workflow.path}: job {job.id}: {error}") from error
         if not wanted:
@@ -130,7 +130,7 @@ class _Run:
         legs = self.expand()
         if legs is not None and not legs:
             return JobState("failure", "error: the matrix has no values", self.empty_outputs())
-        if job.uses and job.uses.startswith("./") and self.resolve is not None:
+        if job.uses and job.uses.startswith(("./", "$/")) and self.resolve is not None:
             return self.call(legs)
         outcome = self.outcome()
         if legs is not None:
@@ -156,7 +156,7 @@ class _Run:
             return "implicit success(): " + (", ".join(bad) or "the run was cancelled")
         if self.event.cancelled:
             alive = status_of(self.workflow.closure(job.id), self.states, cancelled=False)
-            if is_truthy(job.gate()(Env(self.env.contexts, alive))):
+            if is_truthy(job.gate(Env(self.env.contexts, alive))):
                 return "the run was cancelled"
         tree = job.tree()
         values = []
@@ -173,7 +173,10 @@ class _Run:
         if raw is None:
             return None
         env = Env({name: self.env.contexts[name] for name in STRATEGY if name in self.env.contexts})
-        matrix = interpolate(raw, env) if isinstance(raw, str) else raw
+        try:
+            matrix = interpolate(raw, env) if isinstance(raw, str) else raw
+        except ExpressionError as error:
+            raise WorkflowError(f"{self.workflow.path}: job {self.job.id}: matrix {raw}: {error}") from error
         if not isinstance(matrix, dict):
             raise WorkflowError(f"job {self.job.id}: matrix must be an object, got {to_text(matrix)!r}")
         return expand_matrix({key: interpolate(value, env) for key, value in matrix.items()})
@@ -318,7 +321,7 @@ def local_resolver(workflows: Mapping[str, Workflow]) -> Resolver:
     """Resolve `./.github/workflows/NAME` among loaded files."""
 
     def resolve(uses: str) -> Workflow:
-        name = uses.removeprefix("./.github/workflows/")
+        name = uses[2:].removeprefix(".github/workflows/")
         if name not in workflows:
             raise WorkflowError(f"{uses} does not exist; present: {', '.join(sorted(workflows))}")
         return workflows[name]

@@ -72,10 +72,7 @@ def _plan_job(fleet: Fleet, suites: list[str], *, needs: tuple[str, ...] = (), r
         "ROOT": "pr-source" if rocm else ".",
         "SUITES": " ".join(suites),
     }
-    script = """
-python -m ci bot select-inputs --cadence "$CADENCE" --root "$ROOT" --to plan-inputs.json
-python -m ci bot plan --inputs plan-inputs.json --root "$ROOT" --suites "$SUITES" --to plan.json
-"""
+    script = 'python -m ci bot plan --cadence "$CADENCE" --root "$ROOT" --suites "$SUITES" --output plan.json'
     steps = [
         checkout(name="Check out the harness", depth=0) if rocm else checkout(ref=ref, depth=0),
         setup_python(),
@@ -189,8 +186,13 @@ def _stage(fleet: Fleet, suite: str, *, ref: str, before: tuple[str, ...] = ()) 
 
 def _gate_job(needs: list[str], suites: list[str]) -> dict[str, Any]:
     script = 'python -m ci bot gate --suites "$SUITES" --plan plan --results results --output merged'
-    env = {"CANCELLED": "${{ cancelled() }}", "NEEDS": "${{ toJSON(needs) }}", "SUITES": " ".join(suites)}
+    env = {
+        "CANCELLED": "${{ steps.cancelled.outputs.value }}",
+        "NEEDS": "${{ toJSON(needs) }}",
+        "SUITES": " ".join(suites),
+    }
     steps = [
+        run("Note a cancelled run", 'echo "value=true" >> "$GITHUB_OUTPUT"', when="cancelled()", step_id="cancelled"),
         checkout(name="Check out the harness"),
         setup_python(),
         install_ci(),
@@ -200,6 +202,7 @@ def _gate_job(needs: list[str], suites: list[str]) -> dict[str, Any]:
         run("Judge", script, env=env, step_id="gate"),
         upload("merged", "merged", missing="warn"),
     ]
+    steps = [step if "if" in step else {"name": step["name"], "if": "always()", **step} for step in steps]
     return job(steps=steps, permissions=READ, needs=needs, condition="always()", minutes=15)
 
 
