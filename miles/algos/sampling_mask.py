@@ -1,0 +1,195 @@
+"""Log-probs of given tokens on the sampler's support S_t: log p_S(y) = z_y - log sum_{v in S_t} exp(z_v).
+
+`support_log_probs` reads only the logits at the support's ids: O(sum |S_t|) memory, no dense mask.
+`support_log_probs_dense` masks the logits instead: the reference, and the faster choice for wide supports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miles.algos.collectives import all_reduce, group_rank, group_size
+from miles.algos.logprobs import check_targets, check_temperature, vocab_parallel_scores
+
+
+@dataclass(frozen=True, slots=True)
+class SupportScores:
+    """`log_probs` fp32 [n] with gradient; `lse` fp32 [n] detached: log of the support's unnormalised mass."""
+
+    log_probs: torch.Tensor
+    lse: torch.Tensor
+
+
+def support_mass(scores: SupportScores, full_lse: torch.Tensor) -> torch.Tensor:
+    """exp(lse_S - lse_full): the probability that the full softmax gives to the support, fp32 [n]."""
+    return (scores.lse - full_lse).exp()
+
+
+def support_log_probs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+) -> SupportScores:
+    """Scores on the CSR support. logits [n, V/tp]; targets int64 [n]; ids int64 [E]; offsets int64 [n+1].
+
+    Deterministic: rows are reduced in order, and the backward writes each unique (row, id) once.
+    """
+    check_temperature(temperature)
+    check_targets(targets, vocab_size)
+    n, width = logits.shape
+    if len(offsets) != n + 1:
+        raise ValueError(f"support: {len(offsets) - 1} rows for {n} logit rows; pass the masks of these tokens")
+    counts = offsets.diff()
+    rows = torch.repeat_interleave(torch.arange(n, device=logits.device), counts, output_size=len(ids))
+    log_probs, lse = _Support.apply(logits, targets, ids, rows, offsets, group, temperature)
+    return SupportScores(log_probs, lse)
+
+
+class _Support(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        n, width = logits.shape
+        start = group_rank(group) * width
+        local = (ids >= start) & (ids < start + width)
+        columns = torch.where(local, ids - start, 0)
+        z = logits[rows, columns].float() / temperature
+        z = torch.where(local, z, -torch.inf)
+        if n == 0:
+            empty = logits.new_zeros(0, dtype=torch.float32)
+            ctx.save_for_backward(columns, rows, z, local, torch.zeros_like(local))
+            ctx.shape, ctx.dtype, ctx.temperature = logits.shape, logits.dtype, temperature
+            ctx.mark_non_differentiable(empty)
+            return empty.clone(), empty
+        maximum = torch.segment_reduce(z, "max", offsets=offsets)
+        if group_size(group) > 1:
+            maximum = all_reduce(maximum, group=group, name="support maxima", op=dist.ReduceOp.MAX)
+        # Ids of other shards are -inf here: exp gives 0, never -inf - -inf, since some shard has a finite maximum.
+        chosen = local & (ids == targets[rows])
+        sums = torch.stack(
+            [
+                torch.segment_reduce((z - maximum[rows]).exp(), "sum", offsets=offsets),
+                torch.segment_reduce(torch.where(chosen, z, 0.0), "sum", offsets=offsets),
+            ]
+        )
+        sums = all_reduce(sums, group=group, name="support sums")
+        lse = maximum + sums[0].log()
+        # p_S of every local id: all that the backward needs besides which of them was sampled.
+        p = (z - lse[rows]).exp()
+        ctx.save_for_backward(columns, rows, p, local, chosen)
+        ctx.shape, ctx.dtype, ctx.temperature = logits.shape, logits.dtype, temperature
+        ctx.mark_non_differentiable(lse)
+        return sums[1] - lse, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        columns, rows, p, local, chosen = ctx.saved_tensors
+        grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad_log_probs.device)
+        values = (chosen.to(torch.float32) - p) * grad_log_probs[rows] / ctx.temperature
+        # (row, id) pairs are unique, so no two writes meet.
+        grad[rows[local], columns[local]] = values[local].to(ctx.dtype)
+        return grad, None, None, None, None, None, None
+
+
+def dense_mask(
+    ids: torch.Tensor, offsets: torch.Tensor, *, width: int, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """bool [n, V/tp]: which columns of this shard belong to each row's support."""
+    n = len(offsets) - 1
+    start = group_rank(group) * width
+    rows = torch.repeat_interleave(torch.arange(n, device=ids.device), offsets.diff(), output_size=len(ids))
+    local = (ids >= start) & (ids < start + width)
+    mask = torch.zeros((n, width), dtype=torch.bool, device=ids.device)
+    mask[rows[local], ids[local] - start] = True
+    return mask
+
+
+def support_log_probs_dense(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """The same log-probs, fp32 [n], by masking the logits to -inf outside the support.
+
+    `inplace=True` overwrites `logits`: only without gradient, or when the caller owns the buffer and has already
+    taken the entropy from it. `ValueError` when autograd would need the overwritten values.
+    """
+    outside = ~dense_mask(ids, offsets, width=logits.shape[1], group=group)
+    if inplace:
+        if torch.is_grad_enabled() and logits.requires_grad:
+            raise ValueError(
+                "support_log_probs_dense: inplace=True would overwrite logits that autograd needs; use inplace=False"
+            )
+        masked_logits = logits.masked_fill_(outside, -torch.inf)
+    else:
+        masked_logits = logits.masked_fill(outside, -torch.inf)
+    return vocab_parallel_scores(masked_logits, targets, vocab_size=vocab_size, group=group, temperature=temperature)[0]
+
+
+def support_log_softmax(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """log p_S of every id of the support, fp32 [E], with gradient, the same on every rank of `group`.
+
+    What `miles.algos.kl.support_exact` compares between policy and reference.
+    """
+    check_temperature(temperature)
+    n, width = logits.shape
+    start = group_rank(group) * width
+    rows = torch.repeat_interleave(torch.arange(n, device=ids.device), offsets.diff(), output_size=len(ids))
+    local = (ids >= start) & (ids < start + width)
+    picked = logits[rows, torch.where(local, ids - start, 0)].float() / temperature
+    # Each id lives on one rank; summing spreads it to all, and every rank then computes the same result. The
+    # result being replicated, the gradient must not be summed again: hence the copy without a backward sum.
+    z = _ReplicateSum.apply(torch.where(local, picked, 0.0), group)
+    maximum = torch.segment_reduce(z.detach(), "max", offsets=offsets)
+    total = torch.segment_reduce((z - maximum[rows]).exp(), "sum", offsets=offsets)
+    return z - (maximum + total.log())[rows]
+
+
+class _ReplicateSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:  # type: ignore[override]
+        return all_reduce(values.clone(), group=group, name="support logits")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+__all__ = [
+    "SupportScores",
+    "dense_mask",
+    "support_log_probs",
+    "support_log_probs_dense",
+    "support_log_softmax",
+    "support_mass",
+]

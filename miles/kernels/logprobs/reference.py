@@ -1,0 +1,156 @@
+"""Plain-torch reference of the log-prob kernels, chunked by rows. Runs on every device; the CPU's only path.
+
+z = logits / temperature in fp32 over the first `valid` columns; columns beyond are vocabulary padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+LossName = Literal["ppo_clip", "dual_clip", "cispo"]
+LOG_RATIO_CLAMP = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class RowStats:
+    """fp32 [n] each, of one shard: max z, sum exp(z - max), z at the target (0 when it is elsewhere), and
+    sum exp(z - max)·z when asked for. A shard without a valid column has max = -inf and zeros.
+    """
+
+    maximum: torch.Tensor
+    total: torch.Tensor
+    target: torch.Tensor
+    weighted: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTerm:
+    """Per-row constants of a token-level policy loss: fp32 [n] each; `old` None is on-policy (ratio 1).
+
+    The loss is sum of weights x loss(logp); weights carry mask and denominator. Formulas: `miles.algos.losses`.
+    """
+
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    old: torch.Tensor | None = None
+    loss: LossName = "ppo_clip"
+    low: float = 0.8
+    high: float = 1.2
+    dual_c: float = 3.0
+
+
+def reference_row_stats(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    *,
+    valid: int,
+    temperature: float,
+    with_entropy: bool,
+    chunk_rows: int,
+) -> RowStats:
+    """See `RowStats`. columns: int64 [n], the target's column in this shard, or -1."""
+    n = len(logits)
+    out = torch.empty((4 if with_entropy else 3, n), dtype=torch.float32, device=logits.device)
+    if valid == 0:
+        out.zero_()
+        out[0] = -torch.inf
+    for start in range(0, n if valid else 0, chunk_rows):
+        rows = slice(start, start + chunk_rows)
+        z = _scaled(logits[rows, :valid], temperature)
+        maximum = z.amax(dim=-1)
+        at = columns[rows]
+        picked = z.gather(1, at.clamp(min=0)[:, None])[:, 0]
+        out[0, rows] = maximum
+        out[2, rows] = torch.where(at >= 0, picked, 0.0)
+        shift = torch.where(torch.isfinite(maximum), maximum, 0.0)
+        if with_entropy:
+            e = (z - shift[:, None]).exp_()
+            out[1, rows] = e.sum(dim=-1)
+            # exp(-inf)·(-inf) would be NaN: a forbidden token adds nothing to the entropy.
+            out[3, rows] = e.mul_(z.clamp_(min=torch.finfo(torch.float32).min)).sum(dim=-1)
+        else:
+            out[1, rows] = z.sub_(shift[:, None]).exp_().sum(dim=-1)
+    return RowStats(out[0], out[1], out[2], out[3] if with_entropy else None)
+
+
+def reference_logits_gradient(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    lse: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    *,
+    entropy: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    valid: int,
+    temperature: float,
+    chunk_rows: int,
+) -> torch.Tensor:
+    """d/dlogits of logp and, when given, of the entropy, in the dtype of `logits`; 0 in padded columns.
+
+    dlogp/dz_j = [j = target] - p_j; dH/dz_j = -p_j (log p_j + H).
+    """
+    grad = torch.zeros_like(logits)
+    for start in range(0, len(logits) if valid else 0, chunk_rows):
+        rows = slice(start, start + chunk_rows)
+        log_p = _scaled(logits[rows, :valid], temperature).sub_(lse[rows, None])
+        p = log_p.exp()
+        out = p * -grad_log_probs[rows, None]
+        if entropy is not None and grad_entropy is not None:
+            term = log_p.clamp_(min=torch.finfo(torch.float32).min).add_(entropy[rows, None])
+            out -= p.mul_(term).mul_(grad_entropy[rows, None])
+        at = columns[rows]
+        here = torch.where(at >= 0, grad_log_probs[rows], 0.0)
+        out.scatter_add_(1, at.clamp(min=0)[:, None], here[:, None])
+        grad[rows, :valid] = out.div_(temperature)
+    return grad
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """An fp32 copy: the caller may write to it."""
+    z = logits.to(torch.float32, copy=True)
+    return z if temperature == 1.0 else z.div_(temperature)
+
+
+def policy_term_loss(log_probs: torch.Tensor, term: PolicyTerm) -> torch.Tensor:
+    """The per-row loss x weight [n] with gradient: what the fused kernel computes on the fly."""
+    active = term.weights != 0
+    old = log_probs.detach() if term.old is None else term.old
+    zero = torch.zeros_like(log_probs)
+    ratio = torch.where(active, log_probs - old, zero).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    clipped = ratio.clamp(term.low, term.high)
+    if term.loss == "cispo":
+        loss = -clipped.detach() * term.advantages * torch.where(active, log_probs, zero)
+    else:
+        loss = torch.maximum(-ratio * term.advantages, -clipped * term.advantages)
+        if term.loss == "dual_clip":
+            loss = torch.where(term.advantages < 0, torch.minimum(loss, -term.dual_c * term.advantages), loss)
+    return loss * term.weights
+
+
+def reference_fused_policy_loss(
+    logits: torch.Tensor, columns: torch.Tensor, term: PolicyTerm, *, valid: int, temperature: float, chunk_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss x weight [n], log-probs [n], gradient of the sum of the losses with respect to the logits)."""
+    stats = reference_row_stats(
+        logits, columns, valid=valid, temperature=temperature, with_entropy=False, chunk_rows=chunk_rows
+    )
+    lse = stats.maximum + stats.total.log()
+    log_probs = (stats.target - lse).requires_grad_(True)
+    with torch.enable_grad():
+        losses = policy_term_loss(log_probs, term)
+        (slope,) = torch.autograd.grad(losses.sum(), log_probs)
+    grad = reference_logits_gradient(
+        logits,
+        columns,
+        lse,
+        slope,
+        entropy=None,
+        grad_entropy=None,
+        valid=valid,
+        temperature=temperature,
+        chunk_rows=chunk_rows,
+    )
+    return losses.detach(), log_probs.detach(), grad
