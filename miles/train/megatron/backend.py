@@ -150,7 +150,7 @@ class MegatronBackend:
         results = loop.forward_only(self.chunks, self._inputs(batch), read, self.mesh)
         arrays: list[np.ndarray] = []
         for micro_batch, scores in zip(batch.micro_batches, results, strict=True):
-            pieces = np.split(scores.float().cpu().numpy(), np.cumsum(micro_batch.response_lengths)[:-1])
+            pieces = np.split(scores.float().cpu().numpy(), np.cumsum(micro_batch.token_counts)[:-1])
             arrays += [piece for index, piece in zip(micro_batch.sample_index, pieces, strict=True) if index >= 0]
         return arrays
 
@@ -226,7 +226,7 @@ class MegatronBackend:
 
     def _global_sums(self, parts: list[MetricSums]) -> MetricSums:
         total = reduce(lambda left, right: left + right, parts) if parts else MetricSums.zeros(self.platform.device)
-        total = total.all_reduce(self.mesh.dp_cp, histogram=self.algo.correction.active)
+        total = total.all_reduce(self.mesh.dp_cp)
         if self.mesh.layout.pp_size > 1:
             last = dist.get_global_rank(self.mesh.pp, self.mesh.layout.pp_size - 1)
             for tensor in (total.sums, total.maxima):

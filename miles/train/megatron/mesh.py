@@ -72,6 +72,7 @@ def join(
 
 def _lay_out(parallel: ParallelConfig, rank: int, world_size: int, timeout_s: float) -> Mesh:
     from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     ps.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -83,6 +84,8 @@ def _lay_out(parallel: ParallelConfig, rank: int, world_size: int, timeout_s: fl
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=False,
     )
+    # Dropout is refused everywhere, so no random stream has to differ between tensor-parallel ranks.
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     layout = ParallelLayout(
         rank=rank,
         world_size=world_size,

@@ -93,7 +93,7 @@ class ShardReader:
         self._files = {record.name: safe_open(path / record.name, framework="pt") for record in manifest.files}
         self._where: dict[str, list[tuple[int, str]]] = {}
         for record in manifest.files:
-            for key in self._files[record.name].keys():
+            for key in list(self._files[record.name].keys()):
                 kind, _, name = key.partition("/")
                 if kind == "rng":
                     continue
@@ -133,7 +133,7 @@ class ShardReader:
             return False
         record = self.manifest.files[mesh.layout.rank]
         file = self._files[record.name]
-        keys = [key for key in file.keys() if key.startswith("rng/")]
+        keys = [key for key in list(file.keys()) if key.startswith("rng/")]
         rng.restore({key: file.get_tensor(key) for key in keys}, record.metadata["rng"])
         return True
 

@@ -1,0 +1,195 @@
+"""Fixtures: tiny model folders, synthetic samples, and ranks forked from this warm process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+warnings.filterwarnings("ignore")
+CHARACTERS = "_$=+0123456789"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A character tokenizer as Hugging Face files, 14 tokens."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    special = [{"id": i, "content": CHARACTERS[i], "special": True} for i in (0, 1)]
+    vocabulary = {character: index for index, character in enumerate(CHARACTERS)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "_"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": special, "model": model}))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "$", "pad_token": "_"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
+    """A Qwen3 of 4 layers with weights large enough that every part matters."""
+    from miles.models.config import ModelShape
+    from miles.models.create import create_checkpoint
+
+    shape = ModelShape(num_layers=4, hidden_size=32, ffn_hidden_size=64, head_dim=8, init_std=0.2)
+    return create_checkpoint(
+        tmp_path_factory.mktemp("model") / "qwen3", shape=shape, tokenizer_dir=tokenizer_dir, seed=3
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _child(rank: int, world: int, port: int, body: Callable[..., Any], pipe: Any) -> None:
+    # Plain pickle: torch's own reducer would hand tensors over through a process that is about to end.
+    try:
+        outcome = pickle.dumps(("ok", body(rank, world, port)))
+    except BaseException as error:
+        kept = error if _picklable(error) else RuntimeError(repr(error))
+        outcome = pickle.dumps(("error", kept, traceback.format_exc()))
+    pipe.send_bytes(outcome)
+    os._exit(0)
+
+
+def _picklable(error: BaseException) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True
+
+
+def fork_ranks(body: Callable[[int, int, int], Any], world: int, *, limit_s: float = 60.0) -> list[Any]:
+    """`body(rank, world, port)` in `world` forked processes; results in rank order, the first error re-raised."""
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    ranks = []
+    for rank in range(world):
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_child, args=(rank, world, port, body, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        ranks.append((process, mine))
+    deadline = time.monotonic() + limit_s
+    results = []
+    try:
+        for rank, (_, pipe) in enumerate(ranks):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"rank {rank} of {world} gave no result within {limit_s:g} s")
+            kind, value, *trace = pickle.loads(pipe.recv_bytes())
+            if kind == "error":
+                print(*trace)
+                raise value
+            results.append(value)
+    finally:
+        for process, pipe in ranks:
+            process.join(1.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+    return results
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Callable[..., list[Any]]:
+    """Run a body in forked ranks; torch and megatron-core are imported once, here."""
+    import torch
+
+    torch.set_num_threads(1)
+    from miles.train.megatron import platform
+
+    platform.quiet_import_warnings()
+    import megatron.core.models.gpt
+
+    import miles.train.megatron.backend  # noqa: F401
+
+    assert megatron.core.models.gpt is not None
+    return fork_ranks
+
+
+def make_samples(
+    count: int = 16, *, prompt: int = 4, response: int = 4, vocab: int = 14, seed: int = 0, ragged: bool = False
+) -> list[Any]:
+    """Synthetic finished samples, groups of 4."""
+    from miles.data.sample import Sample, Status
+
+    generator = np.random.default_rng(seed)
+    samples = []
+    for index in range(count):
+        before = int(generator.integers(1, prompt + 1)) if ragged else prompt
+        after = int(generator.integers(1, response + 1)) if ragged else response
+        samples.append(
+            Sample(
+                f"s{index}",
+                index // 4,
+                index,
+                generator.integers(0, vocab, before + after),
+                before,
+                reward=float(generator.random()),
+                status=Status.COMPLETED,
+            )
+        )
+    return samples
+
+
+def make_batch(samples: list[Any], *, dp: int = 1, layout: str = "bshd", tokens: int = 8192, multiple: int = 1) -> Any:
+    """The TrainBatch of one step over all samples."""
+    from miles.algos.config import AlgoConfig
+    from miles.algos.estimate import prepare_steps
+    from miles.data.schedule import ScheduleConfig
+
+    schedule = ScheduleConfig(data_parallel=dp, max_tokens_per_gpu=tokens, layout=layout)  # type: ignore[arg-type]
+    return prepare_steps(samples, AlgoConfig(), schedule, pad_multiple=multiple).steps[0]
+
+
+def make_backend(
+    model: Path,
+    rank: int,
+    world: int,
+    port: int,
+    *,
+    algo: Any = None,
+    lr: float = 1e-2,
+    loaded: bool = True,
+    **parallel: Any,
+) -> Any:
+    """A backend that joined its mesh; with weights unless `loaded` is false."""
+    from miles.algos.config import AlgoConfig
+    from miles.train.config import OptimizerConfig, ParallelConfig, TrainConfig
+    from miles.train.megatron.backend import MegatronBackend
+
+    backend = MegatronBackend(
+        config=TrainConfig(parallel=ParallelConfig(**parallel), optimizer=OptimizerConfig(lr=lr), timeout_s=60.0),
+        algo=algo or AlgoConfig(),
+        model_dir=model,
+        rank=rank,
+        world_size=world,
+        master_addr="127.0.0.1",
+        master_port=port,
+        seed=0,
+    )
+    backend.init()
+    if loaded:
+        backend.load()
+    return backend
+
+
+@pytest.fixture(scope="session")
+def toolbox() -> Any:
+    """The builders above, for test modules."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(samples=make_samples, batch=make_batch, backend=make_backend, free_port=free_port)

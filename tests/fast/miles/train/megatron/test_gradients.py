@@ -1,0 +1,73 @@
+"""The gradient of a step is the single process's gradient under every mesh."""
+
+from __future__ import annotations
+
+import pytest
+
+MESHES = {
+    "tp2": {"tp": 2},
+    "tp2_sp": {"tp": 2, "sp": True},
+    "dp2": {"dp": 2},
+}
+
+
+def gradients(toolbox, model_dir, layout, steps=2, tokens=8192, **parallel):
+    """Body of a rank: full gradients by Hugging Face name (rank 0), and the metrics of `steps` steps."""
+
+    def body(rank, world, port):
+        from miles.train.megatron import loop, weights
+
+        backend = toolbox.backend(model_dir, rank, world, port, **parallel)
+        multiple = parallel.get("tp", 1) if parallel.get("sp") else 1
+        batch = toolbox.batch(
+            toolbox.samples(ragged=True, response=6),
+            dp=parallel.get("dp", 1),
+            layout=layout,
+            tokens=tokens,
+            multiple=multiple,
+        )
+        mine = batch.for_rank(backend.parallel_layout.dp_rank)
+        loop.forward_backward(backend.chunks, backend._inputs(mine), backend._objective, backend.mesh)
+        named = {item.name: item.master.grad.clone() for item in backend.optimizer.masters}
+        grads = dict(weights.gather_hf(named, backend.bound, backend.mesh))
+        return grads, [backend.step(mine) for _ in range(steps)], backend.logprobs(mine)
+
+    return body
+
+
+@pytest.fixture(scope="module")
+def single(ranks, toolbox, model_dir):
+    """Gradients and metrics of one process, rows in one micro-batch."""
+    return ranks(gradients(toolbox, model_dir, "bshd"), 1)[0]
+
+
+def check_equal(got, expected):
+    import torch
+
+    for name, gradient in expected[0].items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(
+            got[0][name], gradient, rtol=1e-5, atol=1e-5 * scale, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    for mine, theirs in zip(got[1], expected[1], strict=True):
+        for key in ("train/loss", "train/grad_norm", "train/approx_kl"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-6), key
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gradient_equals_the_single_process_gradient(mesh, ranks, toolbox, model_dir, single):
+    parallel = MESHES[mesh]
+    world = parallel.get("tp", 1) * parallel.get("dp", 1)
+    results = ranks(gradients(toolbox, model_dir, "bshd", **parallel), world)
+    check_equal(results[0], single)
+    assert [metrics for _, metrics, _ in results] == [results[0][1]] * world, "metrics differ between ranks"
+
+
+@pytest.mark.parametrize(("layout", "tokens"), [("thd", 8192), ("thd", 24), ("bshd", 24)])
+def test_gradient_does_not_depend_on_layout_or_micro_batches(layout, tokens, ranks, toolbox, model_dir, single):
+    check_equal(ranks(gradients(toolbox, model_dir, layout, tokens=tokens), 1)[0], single)
+
+
+def test_packed_documents_under_tensor_and_sequence_parallel(ranks, toolbox, model_dir, single):
+    results = ranks(gradients(toolbox, model_dir, "thd", tokens=40, tp=2, sp=True), 2)
+    check_equal(results[0], single)
