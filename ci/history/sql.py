@@ -81,9 +81,16 @@ class SqlStore:
             for value, run, at, commit in rows
         ]
 
-    def promote(self, identity: MetricIdentity, *, position: int = 0) -> int:
-        sql = f"UPDATE metric_values SET state = ? WHERE {_SAME_SERIES} AND position = ? AND state = ?"
-        return self._write([(sql, (TRUSTED, *identity.columns(), position, CANDIDATE))])
+    def promote(self, identity: MetricIdentity, *, position: int = 0, run_ids: Sequence[str] | None = None) -> int:
+        if run_ids is not None and not run_ids:
+            return 0
+        only = "" if run_ids is None else f" AND run_id IN ({', '.join('?' * len(run_ids))})"
+        sql = f"UPDATE metric_values SET state = ? WHERE {_SAME_SERIES} AND position = ? AND state = ?{only}"
+        return self._write([(sql, (TRUSTED, *identity.columns(), position, CANDIDATE, *(run_ids or ())))])
+
+    def positions(self, identity: MetricIdentity) -> list[int]:
+        sql = f"SELECT DISTINCT position FROM metric_values WHERE {_SAME_SERIES} ORDER BY position"
+        return [int(position) for (position,) in self._rows(sql, identity.columns())]
 
     def series(self) -> list[tuple[MetricIdentity, int, int]]:
         sql = f"""SELECT {_IDENTITY_LIST}, SUM(CASE WHEN state = ? THEN 1 ELSE 0 END),

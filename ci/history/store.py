@@ -40,8 +40,12 @@ class HistoryStore(Protocol):
         """The newest `limit` values of one series in one state, newest first."""
         ...
 
-    def promote(self, identity: MetricIdentity, *, position: int = 0) -> int:
-        """Make every candidate of the series trusted; returns how many changed."""
+    def promote(self, identity: MetricIdentity, *, position: int = 0, run_ids: Sequence[str] | None = None) -> int:
+        """Make candidates of the series trusted, those of `run_ids` or all; returns how many changed."""
+        ...
+
+    def positions(self, identity: MetricIdentity) -> list[int]:
+        """The positions of one series that hold any value, ascending."""
         ...
 
     def series(self) -> list[tuple[MetricIdentity, int, int]]:

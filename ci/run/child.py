@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from ci.run.unit import slug
+
 OUTPUT_LIMIT = 20_000
 MESSAGE_LIMIT = 4_000
 MAX_FRAMES = 40
@@ -30,7 +32,8 @@ _STACKS = os.fdopen(os.dup(2), "w")
 def pytest_configure(config: pytest.Config) -> None:
     with contextlib.suppress(RuntimeError, ValueError):
         faulthandler.register(signal.SIGUSR1, file=_STACKS, all_threads=True, chain=False)
-    path = os.environ.get("MILES_CI_OBSERVED")
+    # Taken away, so that a pytest started by a test does not write into our file.
+    path = os.environ.pop("MILES_CI_OBSERVED", None)
     if path and not hasattr(config, "workerinput"):
         writer = EventWriter(path, Path(str(config.rootpath)))
         _check_lease(writer)
@@ -53,6 +56,21 @@ def _check_lease(writer: EventWriter) -> None:
         pytest.exit(
             f"miles-ci: leased {expected} device(s), but this process sees {seen}", returncode=LEASE_MISMATCH_EXIT
         )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Each file has a metrics folder of its own, also where several files share a process."""
+    base = os.environ.get("MILES_CI_METRICS_DIR")
+    if base is None:
+        return (yield)
+    path = item.nodeid.partition("::")[0]
+    os.environ["MILES_CI_METRICS_DIR"] = os.path.join(base, slug(path))
+    os.makedirs(os.environ["MILES_CI_METRICS_DIR"], exist_ok=True)
+    try:
+        return (yield)
+    finally:
+        os.environ["MILES_CI_METRICS_DIR"] = base
 
 
 class EventWriter:
@@ -121,7 +139,7 @@ class EventWriter:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     """Attach the exception in plain form; xdist carries such attributes from the worker to the controller."""
     report = yield
     if report.failed and call.excinfo is not None:
@@ -130,7 +148,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector):  # type: ignore[no-untyped-def]
+def pytest_make_collect_report(collector: pytest.Collector):
     report = yield
     excinfo = getattr(getattr(report, "call", None), "excinfo", None)
     if report.failed and excinfo is not None:
@@ -145,7 +163,7 @@ def describe(excinfo: pytest.ExceptionInfo[BaseException], root: Path, test_file
     for entry in excinfo.traceback:
         code = entry.frame.code.raw
         frames.append([_relative(code.co_filename, root), code.co_name, entry.lineno + 1])
-    exceptions = []
+    exceptions: list[str] = []
     error: BaseException | None = excinfo.value
     while error is not None and len(exceptions) < 10:
         exceptions.append(f"{type_name(error)}: {error}"[:MESSAGE_LIMIT])
@@ -179,6 +197,8 @@ def _relative(path: str, root: Path) -> str:
 
 
 def _crash_text(report: Any) -> str:
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])[:MESSAGE_LIMIT]
     crash = getattr(getattr(report, "longrepr", None), "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
     return str(text)[:MESSAGE_LIMIT]

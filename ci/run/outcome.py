@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from ci.run import results
 from ci.run.dark import DarkTest
 from ci.run.evidence import Failure, FileEvidence, JUnitCounts, Observed, disagreement
-from ci.run.retry import Classification, Evidence, RetryRow, classify, last_lines
+from ci.run.retry import PLAIN_TEST, Classification, Evidence, RetryRow, classify, last_lines
 from ci.run.supervise import Ended
 from ci.run.unit import RunUnit
 
 # pytest's own exit codes.
 OK, TESTS_FAILED, INTERRUPTED, INTERNAL, USAGE, NO_TESTS = range(6)
+_REPORTED = (OK, TESTS_FAILED, NO_TESTS)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def judge(
         return judgement
     if judgement.outcome == results.ALL_SKIPPED:
         return judgement
-    cause = classify(_evidence_for_retry(evidence, process, judgement), rows)
+    cause = _cause(judgement, evidence, process, rows)
     if cause.kind == "infra":
         message = f"{cause.name}: {cause.matched}; {judgement.message}".rstrip("; ")
         return Judgement(results.INFRA, message, cause)
@@ -134,7 +135,7 @@ def _process_error(process: ProcessEvidence) -> str | None:
     if ended.signal is not None:
         return f"pytest was killed by signal {ended.signal}"
     assert ended.exit_code is not None
-    if ended.exit_code not in (OK, TESTS_FAILED, NO_TESTS):
+    if ended.exit_code not in _REPORTED:
         name = {INTERRUPTED: "interrupted", INTERNAL: "internal error", USAGE: "usage error"}.get(ended.exit_code)
         last = next((line.strip() for line in reversed(process.log_tail.splitlines()) if line.strip()), "")
         return f"pytest ended with exit code {ended.exit_code}{f' ({name})' if name else ''}: {last[:300]}"
@@ -148,14 +149,23 @@ def _first(failures: Sequence[Failure]) -> str:
     return f"{first.node}: {first.kind}: {line[:300]}{more}"
 
 
-def _evidence_for_retry(evidence: FileEvidence, process: ProcessEvidence, judgement: Judgement) -> Evidence:
+def _cause(
+    judgement: Judgement, evidence: FileEvidence, process: ProcessEvidence, rows: Sequence[RetryRow]
+) -> Classification:
+    """The retry class. How the process ended, and the end of its log, speak for a file only when the process died
+    or ran out of time; and the log only when it ran no other file."""
     failures = evidence.failures()
-    # A crash ends the process for all its files: only then does the process' end speak for this one.
-    crashed = judgement.outcome == results.ERROR and not failures and process.ended.reason == "exited"
-    return Evidence(
-        failed=[failure.as_failed_test() for failure in failures],
-        log_tail=last_lines(process.log_tail),
-        exit_code=process.exit_number if crashed else None,
-        signal=process.ended.signal if crashed else None,
-        timed_out=judgement.outcome == results.TIMEOUT,
+    timed_out = judgement.outcome == results.TIMEOUT
+    crashed = not failures and process.ended.reason == "exited" and process.ended.exit_code not in _REPORTED
+    if not failures and not crashed and not timed_out:
+        return PLAIN_TEST
+    return classify(
+        Evidence(
+            failed=[failure.as_failed_test() for failure in failures],
+            log_tail=last_lines(process.log_tail) if len(process.observed.files) <= 1 else "",
+            exit_code=process.exit_number if crashed else None,
+            signal=process.ended.signal if crashed else None,
+            timed_out=timed_out,
+        ),
+        rows,
     )

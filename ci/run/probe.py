@@ -223,8 +223,8 @@ def health(driver: Driver, size: int = BLOCK_BYTES) -> dict[str, Any]:
     count = driver.count()
     if count == 0:
         return {"ok": False, "code": -3, "error": "no device is visible", "devices": []}
-    devices = []
-    addresses = []
+    devices: list[dict[str, Any]] = []
+    addresses: list[int] = []
     for device in range(count):
         try:
             addresses.append(check_device(driver, device, size))
@@ -251,7 +251,7 @@ def health(driver: Driver, size: int = BLOCK_BYTES) -> dict[str, Any]:
 
 
 def open_driver(backend: str) -> Driver:
-    return {"cuda": CudaDriver, "rocm": HipDriver}[backend]()
+    return CudaDriver() if backend == "cuda" else HipDriver()
 
 
 def count_visible(backend: str) -> dict[str, Any]:

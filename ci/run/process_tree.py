@@ -107,7 +107,7 @@ def send(processes: Iterable[Process], number: int) -> int:
 
 def reap() -> list[tuple[int, int]]:
     """Collect every child that has ended: [(pid, wait status)]."""
-    ended = []
+    ended: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -86,7 +86,7 @@ class GateRecord:
 
 @dataclass(frozen=True)
 class TestResult:
-    """One unit with all its attempts. `nodes`: id -> outcome of the last attempt's items.
+    """One unit with all its attempts. `nodes`: id -> outcome of the last attempt's items, `node_ms` their durations.
     `tolerated`: why a bad outcome does not block (declared reason), else empty."""
 
     __test__ = False
@@ -101,6 +101,7 @@ class TestResult:
     attempts: tuple[Attempt, ...] = ()
     gates: tuple[GateRecord, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
+    node_ms: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def blocks(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,3 +51,8 @@ def timeout_of(*, declared_s: float | None, est_s: float, suite_limit_s: float) 
 def start_order(units: Sequence[RunUnit]) -> list[RunUnit]:
     """Largest devices x estimate first: what fills the most of the host must not come last. Ties by id."""
     return sorted(units, key=lambda unit: (-max(unit.num_gpus, 1) * unit.est_s, unit.id))
+
+
+def slug(name: str) -> str:
+    """A file name for a unit id, short and without surprises."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[-150:] or "unit"

@@ -1,0 +1,145 @@
+"""A CPU shard: one pytest with xdist for everything that can share, then serial files alone, then retries alone.
+
+No accelerator is visible to the tests. One lease gives the whole shard its ports and temporary folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ci.run import pytest_process, results
+from ci.run.devices import with_visibility
+from ci.run.gates import GateKeeper
+from ci.run.outcome import Judgement, ProcessEvidence
+from ci.run.shard import ShardRun, attempt_record, finish, not_run
+from ci.run.slots import Lease, LeaseManager, Request, lease_environment
+from ci.run.unit import MIN_TIMEOUT_S, TIMEOUT_FACTOR, RunUnit, start_order
+
+# Kept back from the shard's own limit, to end the tests and to write results.
+RESERVE_S = 30.0
+
+
+def run(shard: ShardRun, keeper: GateKeeper) -> None:
+    """Run every unit of the shard and record each one's result."""
+    units = start_order(shard.job.units)
+    together = [unit for unit in units if not unit.serial]
+    alone = [unit for unit in units if unit.serial]
+    manager = LeaseManager(shard.job.lock_dir)
+    lease = manager.acquire(Request(f"{shard.job.info.suite} {shard.job.info.shard}", 0, 0.0))
+    assert lease is not None
+    form = _CpuForm(shard, keeper, lease)
+    try:
+        if together:
+            form.first_attempt(together, shared=True)
+        for unit in alone:
+            form.first_attempt([unit], shared=False)
+        form.retry()
+    finally:
+        lease.release()
+        manager.close()
+
+
+class _CpuForm:
+    def __init__(self, shard: ShardRun, keeper: GateKeeper, lease: Lease) -> None:
+        self._shard, self._keeper, self._lease = shard, keeper, lease
+        self._again: list[tuple[RunUnit, list[results.Attempt]]] = []
+
+    def first_attempt(self, units: Sequence[RunUnit], *, shared: bool) -> None:
+        if self._shard.cancel.is_set() or self._shard.stop_reason:
+            for unit in units:
+                self._shard.add(_skipped(unit, self._shard))
+            return
+        name = f"{self._shard.job.info.suite}-together" if shared else units[0].id
+        process, files = self._process(units, name, 1, shared=shared)
+        for unit in units:
+            judgement = self._shard.judge(unit, process)
+            attempts = [
+                attempt_record(1, judgement, process, unit, log=files.log.name, devices=(), shared=len(units) > 1)
+            ]
+            if judgement.bad and self._shard.retry_allowed(judgement, 1):
+                self._again.append((unit, attempts))
+            else:
+                self._finish(unit, judgement, attempts, process, files)
+        if shared:
+            for left in process.ended.leaked:
+                self._shard.note(f"leaked by the shared pytest process: pid {left.pid}: {left.command}")
+
+    def retry(self) -> None:
+        """Second and last attempts, each file in a process of its own."""
+        for unit, attempts in self._again:
+            judgement: Judgement | None = None
+            while judgement is None or (judgement.bad and self._shard.retry_allowed(judgement, len(attempts))):
+                if self._shard.cancel.is_set() or self._shard.stop_reason:
+                    break
+                number = len(attempts) + 1
+                process, files = self._process([unit], unit.id, number, shared=False)
+                judgement = self._shard.judge(unit, process)
+                attempts.append(attempt_record(number, judgement, process, unit, log=files.log.name))
+            if judgement is None:
+                self._shard.add(_first_attempt_stands(unit, attempts))
+            else:
+                self._finish(unit, judgement, attempts, process, files)
+
+    def _process(
+        self, units: Sequence[RunUnit], name: str, attempt: int, *, shared: bool
+    ) -> tuple[ProcessEvidence, pytest_process.Files]:
+        job = self._shard.job
+        files = pytest_process.Files.below(job.folder, name, attempt)
+        extra = {
+            **lease_environment(self._lease, "cpu"),
+            "MILES_CI_SUITE": job.info.suite,
+            "MILES_CI_SHARD": job.info.shard,
+            "MILES_CI_UNIT": units[0].id if len(units) == 1 else job.info.suite,
+        }
+        base = with_visibility(job.env, (), "cpu")
+        env = pytest_process.environment(base, job.root, files, extra, gpu=False)
+        title = f"{name}: {len(units)} file(s)" if len(units) > 1 else units[0].id
+        follower = self._shard.console.follow(title + (f" (attempt {attempt})" if attempt > 1 else ""), files.log)
+        try:
+            process = pytest_process.run(
+                units,
+                files,
+                root=job.root,
+                env=env,
+                timeout_s=self._limit(units, shared),
+                workers=job.workers if shared else None,
+                private_fds=self._lease.fds,
+                cancel=self._shard.cancel,
+                on_tick=follower.tick,
+            )
+        finally:
+            follower.close()
+        return process, files
+
+    def _limit(self, units: Sequence[RunUnit], shared: bool) -> float:
+        """One file: its own limit. Many: three times their estimate. Never beyond the shard's."""
+        wanted = units[0].timeout_s
+        if shared:
+            wanted = max(
+                MIN_TIMEOUT_S, TIMEOUT_FACTOR * sum(unit.est_s for unit in units), *(u.timeout_s for u in units)
+            )
+        return max(1.0, min(wanted, self._shard.left_s() - RESERVE_S))
+
+    def _finish(
+        self,
+        unit: RunUnit,
+        judgement: Judgement,
+        attempts: Sequence[results.Attempt],
+        process: ProcessEvidence,
+        files: pytest_process.Files,
+    ) -> None:
+        gates = self._keeper.judge(unit, files.metrics, outcome=judgement.outcome, attempts=len(attempts))
+        self._shard.add(finish(unit, judgement, attempts, process, gates))
+
+
+def _skipped(unit: RunUnit, shard: ShardRun) -> results.TestResult:
+    cancelled = shard.cancel.is_set()
+    return not_run(unit, "the run was cancelled" if cancelled else shard.stop_reason, cancelled=cancelled)
+
+
+def _first_attempt_stands(unit: RunUnit, attempts: Sequence[results.Attempt]) -> results.TestResult:
+    """A retry was due but could not start: the failure that was seen is the result."""
+    first = attempts[0]
+    return results.TestResult(
+        unit.id, unit.path, first.outcome, unit.num_gpus, round(unit.est_s, 3), first.message, attempts=tuple(attempts)
+    )

@@ -1,0 +1,96 @@
+"""Runs one shard from start to finish: the entry of `ci.run`.
+
+`run_plan` installs handlers for SIGINT and SIGTERM, chooses the CPU or GPU form, and leaves `results.json` and
+`observed.json` behind whatever happens. It returns the results; the exit code is `results.exit_code()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from ci.history.store import HistoryStore
+from ci.run import cpu_form, gpu_form, results
+from ci.run.console import Console
+from ci.run.devices import Device
+from ci.run.gates import GateKeeper
+from ci.run.shard import ShardJob, ShardRun
+
+
+def run_plan(
+    job: ShardJob,
+    *,
+    devices: Sequence[Device] = (),
+    console: Console | None = None,
+    open_store: Callable[[], HistoryStore] | None = None,
+    default_branch: str = "main",
+) -> results.ShardResults:
+    """Run the job's units. `devices`: those this runner may use (GPU backends)."""
+    record = results.ShardResults(job.info, devices=[dataclasses.asdict(device) for device in devices])
+    shard = ShardRun(job, console or Console(), record)
+    keeper = GateKeeper(job.info, open_store, default_branch)
+    record.write(job.folder)
+    faulty = [unit for unit in job.units if unit.declaration_error is not None]
+    sound = tuple(unit for unit in job.units if unit.declaration_error is None)
+    shard.job = dataclasses.replace(job, units=sound)
+    for unit in faulty:
+        shard.console.line(f"{unit.id}: {unit.declaration_error}")
+        shard.add(
+            results.TestResult(unit.id, unit.path, results.DECLARATION_ERROR, message=unit.declaration_error or "")
+        )
+    with _cancel_on_signal(shard.cancel):
+        try:
+            if sound and job.info.backend == "cpu":
+                cpu_form.run(shard, keeper)
+            elif sound:
+                gpu_form.run(shard, keeper, devices)
+        finally:
+            _complete(shard, keeper)
+    return record
+
+
+def _complete(shard: ShardRun, keeper: GateKeeper) -> None:
+    """Close the record: every unit has a result, even when the form ended by an exception."""
+    record = shard.record
+    known = {test.unit for test in record.tests}
+    for unit in shard.job.units:
+        if unit.id not in known:
+            record.tests.append(results.TestResult(unit.id, unit.path, results.NOT_RUN, message="the runner failed"))
+    if shard.stop_reason:
+        record.notes.append(f"stopped: {shard.stop_reason}")
+    if not shard.cancel.is_set():
+        note = keeper.record_durations(record.tests)
+        if note:
+            record.notes.append(note)
+    keeper.close()
+    record.status = "interrupted" if shard.cancel.is_set() else "complete"
+    record.ended_at = time.time()
+    record.write(shard.job.folder)
+
+
+@contextmanager
+def _cancel_on_signal(cancel: threading.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM ask for a cancel; a second one of the same kind acts as usual."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        cancel.set()
+        signal.signal(number, before[signal.Signals(number)])
+        sys.stderr.write(f"miles-ci: {signal.Signals(number).name} received, ending the tests\n")
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
