@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import select
+import socket
 import urllib.parse
 from typing import Any
 
@@ -45,6 +46,10 @@ class EngineLink:
             if connection.sock is not None:
                 connection.sock.settimeout(timeout_s)
             connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+            # A server with Nagle's algorithm on sends the body of a reply after our acknowledgement of its head,
+            # which the kernel would otherwise hold back for 40 ms.
+            if connection.sock is not None and hasattr(socket, "TCP_QUICKACK"):
+                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
             response = connection.getresponse()
             raw = response.read()
         except (OSError, http.client.HTTPException) as error:

@@ -100,9 +100,14 @@ class WeightService:
         }
 
     def status(self) -> dict[str, Any]:
-        status = self.receiver.status()
-        # The version that responses are labelled with is the host's own: a reader compares it, not our copy.
-        return {**status, "weight_version": str(self._host.weight_version), "open_handles": self.buffers.count}
+        # State and version are the host's own, which responses are labelled with: a reader compares those, not a copy.
+        gate = self._host.gate_state
+        return {
+            **self.receiver.status(),
+            "state": gate.state,
+            "weight_version": str(gate.version),
+            "open_handles": self.buffers.count,
+        }
 
     async def handle(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         """One POST: (HTTP status, reply). Errors that end the session have already made the engine dirty."""

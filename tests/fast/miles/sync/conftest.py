@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from miles.data.weight_table import EngineTable
+from miles.rollout.engines.embedded.gate import GateState
 from miles.rollout.engines.embedded.weight_routes import WeightService, register_routes
 from miles.rollout.engines.embedded.weights import WeightReceiver, table_of
 
@@ -30,8 +31,7 @@ class ParameterHost:
 
     def __init__(self, parameters: dict[str, torch.Tensor], aliases: dict[str, str] | None = None):
         self._parameters, self._aliases = parameters, aliases or {}
-        self.weight_version = 0
-        self.state, self.reason = "serving", ""
+        self.gate_state = GateState("serving", 0)
         self.paused = False
         self.cached = 0
         self.lying_flush = False
@@ -52,8 +52,12 @@ class ParameterHost:
         self.paused = False
         return _done()
 
+    @property
+    def weight_version(self) -> int:
+        return self.gate_state.version
+
     def begin_update(self) -> None:
-        self.state = "updating"
+        self.gate_state = GateState("updating", self.weight_version)
 
     def flush_caches(self) -> None:
         if not self.lying_flush:
@@ -63,10 +67,10 @@ class ParameterHost:
         return self.cached
 
     def finish_update(self, version: int) -> None:
-        self.state, self.weight_version = "serving", version
+        self.gate_state = GateState("serving", version)
 
     def fail_update(self, reason: str) -> None:
-        self.state, self.reason = "dirty", reason
+        self.gate_state = GateState("dirty", self.weight_version, reason)
 
 
 def _done() -> Future[None]:
@@ -96,9 +100,9 @@ class RunningEngine:
         register_routes(app, self.service)
 
         async def generate(request: Request) -> JSONResponse:
-            if self.host.state == "dirty":
-                return JSONResponse({"error": {"kind": "weights_dirty", "message": self.host.reason}}, 503)
-            while self.host.state != "serving":
+            if self.host.gate_state.state == "dirty":
+                return JSONResponse({"error": {"type": "weights_dirty", "message": self.host.gate_state.reason}}, 503)
+            while self.host.gate_state.state != "serving":
                 await asyncio.sleep(0.001)
             version, first = self.host.weight_version, next(iter(self.parameters.values()))
             self.host.cached += 4
