@@ -220,9 +220,10 @@ class MegatronBackend:
         return to_inputs(batch.micro_batches, self.platform.device, sequence_multiple=multiple)
 
     def _objective(self, item: ModelInput, logits: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
-        scores = self.scorer.log_probs(item, logits)
-        entropy = self.scorer.entropy(logits) if self.algo.entropy_coef > 0 else None
-        return step_objective(scores, item.tensors, self.algo, entropy=entropy)
+        scores = self.scorer.for_training(item, logits)
+        return step_objective(
+            scores.log_probs, item.tensors, self.algo, entropy=scores.entropy, support_mass=scores.support_mass
+        )
 
     def _global_sums(self, parts: list[MetricSums]) -> MetricSums:
         total = reduce(lambda left, right: left + right, parts) if parts else MetricSums.zeros(self.platform.device)

@@ -7,41 +7,47 @@ from dataclasses import dataclass
 import torch
 
 from miles.algos.config import AlgoConfig
-from miles.algos.logprobs import vocab_parallel_entropy, vocab_parallel_log_probs
+from miles.algos.logprobs import vocab_parallel_scores
 from miles.train.megatron.inputs import ModelInput
 from miles.train.megatron.mesh import Mesh
 
 
 @dataclass(frozen=True)
+class Scores:
+    """fp32 [n] each. `support_mass`: share of the full softmax on the sampler's support, when the batch carries one."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    support_mass: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Scorer:
-    """`temperature` is the rollout's. Entropy is computed only where the objective or a metric needs it."""
+    """`temperature` is the rollout's."""
 
     mesh: Mesh
     algo: AlgoConfig
     vocab_size: int
     temperature: float
 
+    def for_training(self, item: ModelInput, logits: torch.Tensor) -> Scores:
+        """Log-probs with gradient, and the entropy of the full vocabulary (with gradient where the loss has it)."""
+        return self._score(item, logits, entropy="gradient" if self.algo.entropy_coef > 0 else "value")
+
     def log_probs(self, item: ModelInput, logits: torch.Tensor) -> torch.Tensor:
         """fp32 [n]; on the sampler's support when the batch carries one."""
+        return self._score(item, logits, entropy="none").log_probs
+
+    def _score(self, item: ModelInput, logits: torch.Tensor, *, entropy: str) -> Scores:
         tensors = item.tensors
-        if tensors.support_ids is not None and tensors.support_offsets is not None:
-            from miles.algos.sampling_mask import support_log_probs
+        shared = {"vocab_size": self.vocab_size, "group": self.mesh.tp, "temperature": self.temperature}
+        full, entropies = vocab_parallel_scores(logits, tensors.target_ids, entropy=entropy, **shared)
+        if tensors.support_ids is None or tensors.support_offsets is None:
+            return Scores(full, entropies)
+        from miles.algos.sampling_mask import support_log_probs
 
-            return support_log_probs(
-                logits,
-                tensors.target_ids,
-                tensors.support_ids,
-                tensors.support_offsets,
-                group=self.mesh.tp,
-                vocab_size=self.vocab_size,
-                temperature=self.temperature,
-            )
-        return vocab_parallel_log_probs(
-            logits, tensors.target_ids, group=self.mesh.tp, vocab_size=self.vocab_size, temperature=self.temperature
+        supported = support_log_probs(
+            logits, tensors.target_ids, tensors.support_ids, tensors.support_offsets, **shared
         )
-
-    def entropy(self, logits: torch.Tensor) -> torch.Tensor:
-        """fp32 [n] over the full vocabulary."""
-        return vocab_parallel_entropy(
-            logits, group=self.mesh.tp, vocab_size=self.vocab_size, temperature=self.temperature
-        )
+        # log p_full(y) - log p_S(y) = log of the mass of S, the same for every y in S.
+        return Scores(supported, entropies, (full - supported).detach().exp())
