@@ -58,9 +58,16 @@ class EngineInfo:
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
-    request: GenerateRequest
-    future: asyncio.Future[GenerateResult]
+class _Call:
+    """One `generate_many`: its requests and where their results go."""
+
+    requests: Sequence[GenerateRequest]
+    future: asyncio.Future[list[GenerateResult]]
+
+    @property
+    def key(self) -> tuple[int, bool, str | None]:
+        first = self.requests[0]
+        return first.batch_key, first.return_sampling_mask, first.lora_path
 
 
 class EngineClient:
@@ -76,7 +83,7 @@ class EngineClient:
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._info: EngineInfo | None = None
-        self._pending: list[_Pending] = []
+        self._pending: list[_Call] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> EngineClient:
@@ -119,28 +126,23 @@ class EngineClient:
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """Several sequences, results in order. The first error ends the call; cancelling aborts what is running."""
+        """Several sequences that share key and flags, results in order; at least one. Cancelling aborts them."""
         info = self._info or await self.info()
+        first = requests[0]
         if self._vocab_size is None:
             raise EngineCapabilityError(
                 f"engine {self.url} does not report its vocabulary size; pass vocab_size to EngineClient"
             )
-        if any(r.return_sampling_mask for r in requests):
+        if first.return_sampling_mask:
             info.require("sampling_mask")
-        if any(r.lora_path is not None for r in requests):
+        if first.lora_path is not None:
             info.require("lora")
         loop = asyncio.get_running_loop()
-        entries = [_Pending(request, loop.create_future()) for request in requests]
+        call = _Call(requests, loop.create_future())
         if not self._pending:
             loop.call_soon(self._send_pending)
-        self._pending += entries
-        try:
-            return [await entry.future for entry in entries]
-        finally:
-            for entry in entries:
-                # Also marks the exceptions of the others as seen.
-                if not entry.future.cancel() and not entry.future.cancelled():
-                    entry.future.exception()
+        self._pending.append(call)
+        return await call.future
 
     async def weight_version(self) -> int:
         """The version that the engine serves (the last complete one)."""
@@ -178,51 +180,50 @@ class EngineClient:
         await self._json("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     def _send_pending(self) -> None:
-        """One task for each HTTP call: equal key and flags, at most MAX_BATCH sequences."""
-        batches: dict[tuple[int, bool, str | None], list[_Pending]] = {}
-        for entry in self._pending:
-            r = entry.request
-            batches.setdefault((r.batch_key, r.return_sampling_mask, r.lora_path), []).append(entry)
+        """One task for each HTTP call: equal key and flags, about MAX_BATCH sequences."""
+        batches: dict[tuple[int, bool, str | None], list[_Call]] = {}
+        for call in self._pending:
+            if not call.future.cancelled():
+                batches.setdefault(call.key, []).append(call)
         self._pending = []
-        for entries in batches.values():
-            for at in range(0, len(entries), MAX_BATCH):
-                self._start(entries[at : at + MAX_BATCH])
+        for calls in batches.values():
+            for part in _parts(calls):
+                self._start(part)
 
-    def _start(self, entries: list[_Pending]) -> None:
-        task = asyncio.get_running_loop().create_task(self._send(entries))
+    def _start(self, calls: list[_Call]) -> None:
+        task = asyncio.get_running_loop().create_task(self._send(calls))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        left = len(entries)
 
-        def settled(future: asyncio.Future[GenerateResult]) -> None:
+        def settled(_: asyncio.Future[list[GenerateResult]]) -> None:
             # Nobody waits any more: closing the connection makes the engine abort the batch.
-            nonlocal left
-            left -= 1
-            if left == 0 and not task.done() and any(e.future.cancelled() for e in entries):
+            if not task.done() and all(call.future.cancelled() for call in calls):
                 task.cancel()
 
-        for entry in entries:
-            entry.future.add_done_callback(settled)
+        for call in calls:
+            call.future.add_done_callback(settled)
 
-    async def _send(self, entries: list[_Pending]) -> None:
-        requests = [entry.request for entry in entries]
+    async def _send(self, calls: list[_Call]) -> None:
+        requests = [request for call in calls for request in call.requests]
         try:
             replies = await self._json("POST", "/generate", batch_body(requests), timeout_s=self._timeout_s)
             assert self._vocab_size is not None
             results = read_replies(replies, requests, vocab_size=self._vocab_size, engine=self.url)
-        except BaseException as error:
-            for entry in entries:
-                if not entry.future.done():
-                    if isinstance(error, Exception):
-                        entry.future.set_exception(error)
-                    else:
-                        entry.future.cancel()
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
+            for call in calls:
+                if not call.future.done():
+                    call.future.set_exception(error)
             return
-        for entry, result in zip(entries, results, strict=True):
-            if not entry.future.done():
-                entry.future.set_result(result)
+        except asyncio.CancelledError:
+            for call in calls:
+                call.future.cancel()
+            raise
+        start = 0
+        for call in calls:
+            end = start + len(call.requests)
+            if not call.future.done():
+                call.future.set_result(results[start:end])
+            start = end
 
     async def _json(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """One call. Non-200 and `success: false` are `EngineHttpError`; no reply in time is `EngineUnreachable`."""
@@ -261,3 +262,16 @@ class EngineClient:
                 return {}  # stock builds answer these in plain text
             raise EngineReplyError(f"engine {self.url}: {path} answered no JSON: {raw[:100]!r}")
         return value
+
+
+def _parts(calls: list[_Call]) -> list[list[_Call]]:
+    """Consecutive calls, closed once they hold MAX_BATCH sequences."""
+    parts: list[list[_Call]] = [[]]
+    count = 0
+    for call in calls:
+        if count >= MAX_BATCH:
+            parts.append([])
+            count = 0
+        parts[-1].append(call)
+        count += len(call.requests)
+    return parts

@@ -176,7 +176,7 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], refused: Sequence[Sample
     every = np.concatenate((rewards, [s.reward for s in refused if s.reward is not None]))
     lengths = np.array([len(s.tokens) - s.prompt_length for s in samples], dtype=np.float64)
     n = max(len(samples), 1)
-    spreads = [np.ptp(r) if len(r := counted_rewards(group)) else 0.0 for group in groups]
+    spreads = [float(np.ptp(r)) if len(r := counted_rewards(group)) else 0.0 for group in groups]
     prompt_tokens = sum(s.prefix_cache.get("prompt_tokens", 0) for s in samples)
     cached = sum(s.prefix_cache.get("cached_tokens", 0) for s in samples)
     return {
