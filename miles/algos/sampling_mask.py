@@ -45,7 +45,7 @@ def support_log_probs(
     """
     check_temperature(temperature)
     check_targets(targets, vocab_size)
-    n, width = logits.shape
+    n = len(logits)
     if len(offsets) != n + 1:
         raise ValueError(f"support: {len(offsets) - 1} rows for {n} logit rows; pass the masks of these tokens")
     counts = offsets.diff()

@@ -29,6 +29,7 @@ class Tuning:
     fused_warps: int = 16
     fused_depth: int = 4
     fused_programs_per_sm: int = 1
+    fused_stages: int = 1
 
 
 DEFAULT_TUNING = Tuning()
@@ -204,6 +205,7 @@ def fused_policy_loss(
             LANES=_lanes(tuning.fused_warps, logits.dtype),
             LOSS=_LOSSES.index(term.loss),
             ON_POLICY=term.old is None,
+            STAGES=tuning.fused_stages,
             num_warps=tuning.fused_warps,
         )
     return out[0], out[1], grad

@@ -148,6 +148,7 @@ def fused_kernel(
     LANES: tl.constexpr,
     LOSS: tl.constexpr,
     ON_POLICY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Persistent: program p takes rows p, p + programs, ... `grad` may be `logits` itself."""
     row = tl.program_id(0).to(tl.int64)
@@ -156,7 +157,7 @@ def fused_kernel(
         m = tl.full([LANES], _LOWEST, tl.float32)
         s = tl.zeros([LANES], tl.float32)
         w = tl.zeros([LANES], tl.float32)
-        for start in range(0, valid, DEPTH * LANES):
+        for start in tl.range(0, valid, DEPTH * LANES, num_stages=STAGES):
             m, s, w = _accumulate(base, start, valid, scale, m, s, w, DEPTH, LANES, False)
         top = tl.max(m, axis=0)
         lse2 = top + tl.log2(tl.sum(s * tl.exp2(m - top), axis=0))
@@ -177,7 +178,7 @@ def fused_kernel(
         out_base = grad + row * grad_stride
         tiles = tl.cdiv(width, DEPTH * LANES)
         # Backwards: what was read last is still in L2.
-        for i in range(0, tiles):
+        for i in tl.range(0, tiles, num_stages=STAGES):
             start = (tiles - 1 - i) * (DEPTH * LANES)
             cols = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
             y = tl.load(base + cols, mask=cols < valid, other=-float("inf"), eviction_policy="evict_first")

@@ -1,0 +1,266 @@
+"""Log-probs of given tokens from bf16 logits on one GPU, forward + backward: ours and the alternatives, one run.
+
+    python benchmarks/logprobs.py                 # table with share of the physical limit
+    python benchmarks/logprobs.py --tune          # launch shapes first, best ones used in the table
+    python benchmarks/logprobs.py --once fused    # one launch, for a profiler
+
+Bytes: as an autograd primitive the logits must be read twice and the gradient written once; fused with the
+policy loss, the second read can come from L2. The limit is those bytes at the copy bandwidth of this machine,
+measured in the same run (read + write counted). Alternatives: naive fp32 log-softmax, torch.compile of gather
+minus logsumexp, Liger's cross entropy when it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+
+from miles.algos.logprobs import vocab_parallel_scores
+from miles.kernels.logprobs import PolicyTerm, fused_policy_loss, logits_gradient, row_stats
+from miles.kernels.logprobs.ops import DEFAULT_TUNING, Tuning
+
+GIB = 1 << 30
+
+
+def measure(call: Callable[[], object], repeats: int = 15) -> tuple[float, float]:
+    """(median milliseconds, spread between first and third quartile), device events, after two warm-ups."""
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    quartiles = statistics.quantiles(times, n=4)
+    return statistics.median(times), quartiles[2] - quartiles[0]
+
+
+def extra_memory(call: Callable[[], object]) -> float:
+    """Peak bytes above what was allocated before the call."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = call()
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+def copy_bandwidth(nbytes: int) -> float:
+    source = torch.empty(nbytes // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    milliseconds, _ = measure(lambda: target.copy_(source))
+    return 2 * nbytes / (milliseconds * 1e-3)
+
+
+class Problem:
+    def __init__(self, rows: int, vocab: int) -> None:
+        torch.manual_seed(0)
+        self.rows, self.vocab = rows, vocab
+        self.logits = torch.empty((rows, vocab), dtype=torch.bfloat16, device="cuda").normal_(std=3.0)
+        self.leaf = self.logits.detach().requires_grad_(True)
+        self.targets = torch.randint(0, vocab, (rows,), device="cuda")
+        self.slope = torch.randn(rows, device="cuda")
+        self.old = torch.randn(rows, device="cuda") * 0.1 - 12.0
+        self.term = PolicyTerm(
+            torch.randn(rows, device="cuda"), torch.full((rows,), 1.0 / rows, device="cuda"), self.old
+        )
+
+    def ours(self, entropy: str = "none") -> torch.Tensor:
+        log_probs, full = vocab_parallel_scores(self.leaf, self.targets, vocab_size=self.vocab, entropy=entropy)
+        loss = (log_probs * self.slope).sum()
+        if full is not None and entropy == "gradient":
+            loss = loss + 0.01 * full.sum()
+        return torch.autograd.grad(loss, self.leaf)[0]
+
+    def fused(self, tuning: Tuning = DEFAULT_TUNING, inplace: bool = False) -> torch.Tensor:
+        return fused_policy_loss(
+            self.logits, self.targets, self.term, valid=self.vocab, tuning=tuning, inplace=inplace
+        )[2]
+
+    def naive(self) -> torch.Tensor:
+        log_probs = self.leaf.float().log_softmax(-1).gather(1, self.targets[:, None])[:, 0]
+        return torch.autograd.grad((log_probs * self.slope).sum(), self.leaf)[0]
+
+
+def compiled(problem: Problem) -> Callable[[], torch.Tensor]:
+    @torch.compile
+    def log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        z = logits.float()
+        return z.gather(1, targets[:, None])[:, 0] - z.logsumexp(-1)
+
+    def call() -> torch.Tensor:
+        out = log_probs(problem.leaf, problem.targets)
+        return torch.autograd.grad((out * problem.slope).sum(), problem.leaf)[0]
+
+    return call
+
+
+def liger(problem: Problem) -> Callable[[], object] | None:
+    try:
+        from liger_kernel.transformers.functional import liger_cross_entropy
+    except ImportError as error:
+        print(f"liger-kernel: not measured ({error})")
+        return None
+    # It writes the gradient over its input: from the second call on the numbers differ, the work does not.
+    scratch = problem.logits.clone().requires_grad_(True)
+
+    def call() -> object:
+        loss = liger_cross_entropy(scratch, problem.targets, reduction="mean")
+        return torch.autograd.grad(loss, scratch)[0]
+
+    return call
+
+
+def tune(problem: Problem) -> Tuning:
+    """Time launch shapes of each kernel; returns the best."""
+    best = DEFAULT_TUNING
+    lse = torch.full((problem.rows,), 14.0, device="cuda")
+
+    def stats(t: Tuning) -> None:
+        row_stats(problem.logits, problem.targets, valid=problem.vocab, tuning=t)
+
+    def gradient(t: Tuning) -> None:
+        logits_gradient(problem.logits, problem.targets, lse, problem.slope, valid=problem.vocab, tuning=t)
+
+    def fused(t: Tuning) -> None:
+        problem.fused(t)
+
+    grids: list[tuple[str, Callable[[Tuning], None], list[dict[str, int]]]] = [
+        (
+            "stats",
+            stats,
+            [
+                {"stats_warps": w, "stats_depth": d}
+                for w, d in ((4, 4), (4, 8), (8, 2), (8, 4), (8, 8), (16, 2), (16, 4))
+            ],
+        ),
+        (
+            "gradient",
+            gradient,
+            [
+                {"gradient_warps": w, "gradient_block": b}
+                for w, b in ((4, 2048), (4, 4096), (4, 8192), (8, 8192), (8, 16384), (16, 16384))
+            ],
+        ),
+        (
+            "fused",
+            fused,
+            [
+                {"fused_warps": w, "fused_depth": d, "fused_programs_per_sm": p, "fused_stages": s}
+                for w, d, p, s in (
+                    (8, 4, 1, 1),
+                    (8, 8, 1, 3),
+                    (16, 2, 1, 1),
+                    (16, 4, 1, 1),
+                    (16, 2, 1, 3),
+                    (16, 4, 1, 3),
+                    (32, 1, 1, 1),
+                    (32, 2, 1, 1),
+                    (32, 2, 1, 3),
+                    (8, 4, 2, 1),
+                    (16, 2, 2, 1),
+                )
+            ],
+        ),
+    ]
+    for name, call, shapes in grids:
+        results = []
+        for shape in shapes:
+            candidate = replace(best, **shape)
+            milliseconds, spread = measure(lambda c=candidate, f=call: f(c), repeats=9)  # type: ignore[misc]
+            results.append((milliseconds, shape))
+            print(f"tune {name:9s} {milliseconds:7.3f} ms (+-{spread:.3f})  {shape}", flush=True)
+        best = replace(best, **min(results, key=lambda r: r[0])[1])
+    return best
+
+
+def check(problem: Problem) -> None:
+    """The kernels against float64 on a few rows of this very problem."""
+    rows = slice(0, 16)
+    exact = problem.logits[rows].double().requires_grad_(True)
+    log_probs = exact.log_softmax(-1).gather(1, problem.targets[rows, None])[:, 0]
+    (grad,) = torch.autograd.grad((log_probs * problem.slope[rows].double()).sum(), exact)
+    stats = row_stats(problem.logits, problem.targets, valid=problem.vocab)
+    mine = stats.target - stats.maximum - stats.total.log()
+    error = float((mine[rows].double() - log_probs).abs().max())
+    ours = problem.ours()[rows].double()
+    relative = float((ours - grad).norm() / grad.norm())
+    print(f"check: log-prob error {error:.2e}, gradient relative error {relative:.2e} (bf16 rounding is 2e-3)")
+    assert error < 1e-4
+    assert relative < 5e-3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--once", choices=["primitive", "fused"])
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks/logprobs.py needs a GPU; the CPU path is measured by tests only", file=sys.stderr)
+        return 2
+    problem = Problem(arguments.rows, arguments.vocab)
+    if arguments.once:
+        problem.ours("value") if arguments.once == "primitive" else problem.fused()
+        torch.cuda.synchronize()
+        return 0
+    check(problem)
+    tuning = tune(problem) if arguments.tune else DEFAULT_TUNING
+    logits_bytes = arguments.rows * arguments.vocab * 2
+    bandwidth = copy_bandwidth(logits_bytes)
+    primitive_limit = 3 * logits_bytes / bandwidth * 1e3
+    fused_limit = 2 * logits_bytes / bandwidth * 1e3
+    print(
+        f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s; {arguments.rows} x {arguments.vocab} bf16"
+    )
+    cases: list[tuple[str, Callable[[], object] | None, float]] = [
+        ("ours: log-probs", problem.ours, primitive_limit),
+        ("ours: log-probs + entropy value", lambda: problem.ours("value"), primitive_limit),
+        ("ours: log-probs + entropy gradient", lambda: problem.ours("gradient"), primitive_limit),
+        ("ours: fused policy loss", lambda: problem.fused(tuning), fused_limit),
+        ("naive fp32 log-softmax", problem.naive, primitive_limit),
+        ("torch.compile gather - logsumexp", compiled(problem), primitive_limit),
+        ("liger cross entropy (gradient in place)", liger(problem), primitive_limit),
+    ]
+    table = []
+    for name, call, limit in cases:
+        if call is None:
+            continue
+        milliseconds, spread = measure(call)
+        extra = extra_memory(call)
+        torch.cuda.empty_cache()
+        row = {
+            "name": name,
+            "ms": milliseconds,
+            "spread_ms": spread,
+            "extra_gib": extra / GIB,
+            "extra_beyond_gradient_mib": (extra - logits_bytes) / (1 << 20),
+            "limit_ms": limit,
+            "share_of_limit": limit / milliseconds,
+        }
+        table.append(row)
+        print(
+            f"{name:36s} {milliseconds:7.3f} ms (+-{spread:.3f})  extra {extra / GIB:6.2f} GiB "
+            f"(gradient {row['extra_beyond_gradient_mib']:+9.1f} MiB)  limit {limit:.2f} ms  {limit / milliseconds:5.0%}",
+            flush=True,
+        )
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump({"tuning": asdict(tuning), "copy_tb_s": bandwidth / 1e12, "cases": table}, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
