@@ -1,0 +1,193 @@
+"""GRPO from random weights on a CPU: `miles train recipes/quickstart.yaml` against TRL's GRPOTrainer, in one run.
+
+Same task and scorer (copy three digits), same initial weights (TRL starts from the folder that our run created),
+same prompts a step, group size, sampling, learning rate, Adam betas, clipping, steps and threads per process. Both are
+whole processes, watched from outside by one clock: a step's time is the time between two lines of its log.
+
+    python benchmarks/grpo_cpu.py [--seeds 0 1 2] [--steps 250] [--out benchmarks/results/grpo_cpu.json]
+
+Prints a table and the ratios and writes them as JSON with date, hardware and command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RECIPE = REPOSITORY / "recipes" / "quickstart.yaml"
+TARGET, WINDOW, SKIP = 0.9, 5, 10
+TIMEOUT_S = 900.0
+POLL_S = 0.004
+
+
+class StepClock(threading.Thread):
+    """Notes when each line of a growing file appears, in seconds since the process under watch was started."""
+
+    def __init__(self, path: Path, started: float):
+        super().__init__(daemon=True)
+        self.times: list[float] = []
+        self._path, self._started = path, started
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        offset = 0
+        while True:
+            last = self._over.is_set()
+            if self._path.exists() and self._path.stat().st_size > offset:
+                now = time.perf_counter() - self._started
+                with self._path.open("rb") as file:
+                    file.seek(offset)
+                    chunk = file.read()
+                offset += len(chunk)
+                self.times += [now] * chunk.count(b"\n")
+            if last:
+                return
+            time.sleep(POLL_S)
+
+    def stop(self) -> list[float]:
+        self._over.set()
+        self.join()
+        return self.times
+
+
+def watched(command: list[str], log: Path, output: Path) -> tuple[float, list[float], list[dict[str, Any]]]:
+    """Run a command; (whole-process seconds, time of each step, rows of its log). A failure prints its output."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    environment = {**os.environ, **threads, "PYTHONPATH": str(REPOSITORY)}
+    with output.open("w", encoding="utf-8") as file:
+        started = time.perf_counter()
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        clock = StepClock(log, started)
+        clock.start()
+        try:
+            status = process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+        seconds = time.perf_counter() - started
+    times = clock.stop()
+    if status:
+        sys.exit(f"{' '.join(command)} ended with {status}:\n{output.read_text()[-4000:]}")
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    return seconds, times, rows
+
+
+def measure(times: list[float], rewards: list[float], process_s: float) -> dict[str, Any]:
+    """`to_target_s` counts from the first step's end, so start-up is in `process_s` only."""
+    steps = [b - a for a, b in itertools.pairwise(times)][SKIP:]
+    hit = next(
+        (i + 1 for i in range(WINDOW - 1, len(rewards)) if sum(rewards[i + 1 - WINDOW : i + 1]) / WINDOW >= TARGET),
+        None,
+    )
+    return {
+        "step_s": statistics.fmean(steps),
+        "step_median_s": statistics.median(steps),
+        "steps_to_target": hit,
+        "to_target_s": None if hit is None else times[hit - 1] - times[0],
+        "first_step_at_s": times[0],
+        "target_at_s": None if hit is None else times[hit - 1],
+        "process_s": process_s,
+        "steps": len(rewards),
+        "reward_first": statistics.fmean(rewards[:WINDOW]),
+        "reward_last": statistics.fmean(rewards[-WINDOW:]),
+    }
+
+
+def run_ours(seed: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    name = f"bench-{seed}"
+    options = [f"seed={seed}", f"name={name}", f"run.steps={args.steps}", f"run.directory={folder}", *args.set]
+    command = [str(Path(sys.executable).parent / "miles"), "train", str(RECIPE)]
+    command += [part for option in options for part in ("--set", option)]
+    log = folder / name / "metrics.jsonl"
+    seconds, times, rows = watched(command, log, folder / f"{name}.out")
+    return measure(times, [row["rollout/reward_mean"] for row in rows], seconds)
+
+
+def run_trl(seed: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    log = folder / f"trl-{seed}.jsonl"
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "peers" / "trl_grpo.py"), "--seed", str(seed)]
+    command += ["--steps", str(args.steps), "--out", str(log), "--lr", str(args.lr), "--clip-grad", str(args.clip_grad)]
+    command += ["--model", str(folder / f"bench-{seed}" / "model"), *args.trl]
+    seconds, times, rows = watched(command, log, folder / f"trl-{seed}.out")
+    return measure(times, [row["reward_mean"] for row in rows], seconds)
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    reached = [r["to_target_s"] for r in runs if r["to_target_s"] is not None]
+    return {
+        "step_s": statistics.fmean(r["step_s"] for r in runs),
+        "process_s": statistics.fmean(r["process_s"] for r in runs),
+        "reached": len(reached),
+        "to_target_s": statistics.fmean(reached) if reached else None,
+    }
+
+
+def hardware() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    except OSError:
+        pass
+    return {"cpu": cpu, "cores": os.cpu_count(), "load_before": os.getloadavg()[0], "python": platform.python_version()}
+
+
+def show(name: str, seed: int, run: dict[str, Any]) -> None:
+    target = "-" if run["to_target_s"] is None else f"{run['steps_to_target']:4d} steps {run['to_target_s']:6.1f} s"
+    print(
+        f"{name:6} seed {seed}  {run['step_s'] * 1e3:7.1f} ms/step (median {run['step_median_s'] * 1e3:.1f})  "
+        f"to {TARGET}: {target:>20}  process {run['process_s']:6.1f} s  "
+        f"reward {run['reward_first']:.2f} -> {run['reward_last']:.3f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--lr", type=float, default=2e-3, help="of TRL; ours takes the recipe's")
+    parser.add_argument("--clip-grad", type=float, default=1.0, help="of TRL; ours takes the recipe's")
+    parser.add_argument("--set", action="append", default=[], help="override of our recipe, KEY=VALUE; repeatable")
+    parser.add_argument("--trl", nargs=argparse.REMAINDER, default=[], help="last: further options of the peer script")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "grpo_cpu.json")
+    args = parser.parse_args()
+    record: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "command": " ".join(sys.argv),
+        "ours": {},
+        "trl": {},
+    }
+    with tempfile.TemporaryDirectory() as name:
+        for seed in args.seeds:
+            for peer, run in (("ours", run_ours), ("trl", run_trl)):
+                record[peer][str(seed)] = result = run(seed, args, Path(name))
+                show(peer, seed, result)
+    ours, trl = (summarise(list(record[peer].values())) for peer in ("ours", "trl"))
+    record["summary"] = {"ours": ours, "trl": trl}
+    record["ratios"] = {
+        "step_s": ours["step_s"] / trl["step_s"],
+        "process_s": ours["process_s"] / trl["process_s"],
+        "to_target_s": ours["to_target_s"] / trl["to_target_s"] if ours["reached"] and trl["reached"] else None,
+    }
+    print("ours / TRL: " + "  ".join(f"{k} {v:.2f}" for k, v in record["ratios"].items() if v is not None))
+    print(f"seeds that reached {TARGET}: ours {ours['reached']}, TRL {trl['reached']} of {len(args.seeds)}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
