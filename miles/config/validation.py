@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 import typing
 from collections.abc import Callable
@@ -22,7 +23,8 @@ def validate(model: type[ModelType], data: Any, *, locate: Callable[[KeyPath], A
     `locate` maps a key path to something printable (a `Position`, or `--set a.b=c`), or None.
     """
     try:
-        return model.model_validate(data)
+        # JSON mode: strict about numbers and booleans, yet a YAML list may fill a tuple and a string a path.
+        return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
         lines = [_describe(model, data, item, locate) for item in error.errors(include_url=False)]
     raise ConfigError("\n".join(dict.fromkeys(lines)))

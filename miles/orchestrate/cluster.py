@@ -56,7 +56,7 @@ def local_cluster(*, cpus: int, gpus: int = 0) -> Iterator[Cluster]:
         lock.close()
 
 
-def _import_ray():  # noqa: ANN202 - the module type is Ray's own
+def _import_ray():
     # A local cluster of one user needs neither a token file in the home folder nor usage reports.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -1,1 +1,9 @@
+"""The typed recipe: one YAML file that starts one run, composed of the components' own configurations.
 
+`load(path, overrides)` reads, merges, validates and cross-checks; it needs no GPU, Ray, torch or network.
+"""
+
+from miles.recipe.loader import load
+from miles.recipe.schema import Recipe, digest
+
+__all__ = ["Recipe", "digest", "load"]

@@ -1,0 +1,124 @@
+"""`miles`: train, check recipes, look at the machine. Commands import what they need, so that help is instant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from miles.config import environment
+from miles.config.errors import ConfigError, MilesError
+
+app = typer.Typer(
+    name="miles",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="LLM post-training by reinforcement learning, from a bare CPU to a GPU cluster.",
+)
+recipe_app = typer.Typer(no_args_is_help=True, help="Look at recipes without starting anything.")
+app.add_typer(recipe_app, name="recipe")
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="recipe file, e.g. recipes/quickstart.yaml")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, e.g. --set train.parallel.tp=2")
+]
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="remove an earlier run of this name first")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check everything and print the plan; start nothing")
+    ] = False,
+) -> None:
+    """Train by a recipe; run the same command again to resume after a kill."""
+    from miles.recipe import load
+
+    console = Console()
+    loaded = load(recipe, overrides or [])
+    if dry_run:
+        from miles.recipe.dry_run import describe
+
+        describe(loaded, overrides or [], console)
+        return
+    from miles.orchestrate.train import train as run
+
+    outcome = run(loaded, overrides or [], fresh=fresh, console=console)
+    console.print(outcome.line, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has, what will run on it, and why the rest will not."""
+    from miles.orchestrate.doctor import report
+
+    report(Console())
+
+
+@recipe_app.command("check")
+def recipe_check(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Load a recipe, apply every rule and say what is wrong; starts nothing."""
+    from miles.recipe import digest, load
+    from miles.recipe.rules import check_or_raise
+
+    loaded = load(recipe, overrides or [])
+    findings = check_or_raise(loaded)
+    for finding in findings:
+        typer.echo(f"{finding.severity}: {finding}")
+    typer.echo(f"{recipe}: ok, digest {digest(loaded)[:16]}")
+
+
+@recipe_app.command("show")
+def recipe_show(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Print the resolved recipe as YAML: every key with its value."""
+    import yaml
+
+    from miles.recipe import load
+
+    typer.echo(yaml.safe_dump(load(recipe, overrides or []).model_dump(mode="json"), sort_keys=False), nl=False)
+
+
+@recipe_app.command("diff")
+def recipe_diff(left: RecipePath, right: RecipePath) -> None:
+    """Print the resolved differences of two recipes."""
+    from miles.recipe import load
+    from miles.recipe.schema import differences
+
+    for line in differences(load(left), load(right)):
+        typer.echo(line)
+
+
+@recipe_app.command("list")
+def recipe_list(folder: Annotated[Path, typer.Argument(help="folder of recipes")] = Path("recipes")) -> None:
+    """List the recipes of a folder with their status."""
+    from miles.recipe import load
+
+    paths = sorted(folder.glob("*.yaml"))
+    if not paths:
+        raise ConfigError(f"{folder}: no *.yaml recipe here")
+    for path in paths:
+        loaded = load(path)
+        typer.echo(f"{path}  [{loaded.evidence.status}]  {loaded.description}")
+
+
+def main() -> None:
+    """Entry point: errors of ours print their text and exit with their code; an interrupt exits with 130."""
+    try:
+        environment.refuse_unknown()
+        app(standalone_mode=True)
+    except MilesError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; run the same command again to resume\n")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

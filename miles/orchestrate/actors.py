@@ -1,0 +1,113 @@
+"""The processes of a run, one role each. Ray starts them; nothing here is imported by the driver's hot path.
+
+Heavy libraries are loaded inside the methods, so that an actor exists at once and its imports run beside others'.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from miles.data.batch import RankBatch
+    from miles.recipe import Recipe
+
+
+class TrainWorker:
+    """One rank of the training mesh."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path, rank: int) -> None:
+        self._recipe, self._model_dir, self._rank = recipe, model_dir, rank
+        self._backend: Any = None
+        self._pusher: Any = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def offer_port(self) -> tuple[str, int]:
+        """An address for the mesh to meet at; called on rank 0 only."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return "127.0.0.1", probe.getsockname()[1]
+
+    def start(self, address: str, port: int, checkpoints: Path) -> dict[str, Any]:
+        """Join the mesh, load the newest checkpoint or the model folder.
+
+        Returns `{"extra": the loop's state or None, "notes": [what was passed over], "dp_rank": int}`.
+        """
+        from miles.orchestrate.backends import build_backend
+
+        self._backend = build_backend(self._recipe, self._model_dir, rank=self._rank, address=address, port=port)
+        self._backend.init()
+        resumed = self._backend.load_checkpoint(checkpoints)
+        if resumed is None:
+            self._backend.load(self._model_dir)
+        layout = self._backend.parallel_layout
+        return {
+            "extra": None if resumed is None else resumed.extra,
+            "notes": [] if resumed is None else [f"{s.path.name}: {s.reason}" for s in resumed.skipped],
+            "dp_rank": layout.dp_rank,
+        }
+
+    def connect(self, engine_urls: Sequence[str], run_id: str) -> None:
+        """Open the weight sync to the engines; a no-op on ranks that do not send."""
+        from miles.sync.session import WeightPusher
+
+        if self._backend.parallel_layout.is_sync_rank:
+            self._pusher = WeightPusher(engine_urls, self._recipe.sync, run_id=run_id)
+
+    def step(self, batch: RankBatch) -> dict[str, float]:
+        """One optimizer step; collective."""
+        return self._backend.step(batch)
+
+    def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Log-probs of each sample's response under the current weights; collective."""
+        return self._backend.logprobs(batch)
+
+    def push(self, version: int) -> dict[str, Any] | None:
+        """Send the current weights to every engine as `version`; collective. The report, on the sending rank."""
+        weights = self._backend.state_for_sync()
+        if self._pusher is None:
+            for _ in weights:
+                continue
+            return None
+        return asdict(self._pusher.push(weights, version))
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> str:
+        """Write a checkpoint; collective, atomic."""
+        return str(self._backend.save(directory, extra=extra))
+
+    def export(self, directory: Path) -> None:
+        """Write a Hugging Face folder; collective, atomic."""
+        self._backend.export_hf(directory)
+
+    def close(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
+        if self._backend is not None:
+            self._backend.close()
+
+
+class EngineActor:
+    """Owns one rollout engine process on its host."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path, index: int, logs: Path) -> None:
+        from miles.orchestrate.backends import start_engine
+
+        self._config = recipe.engine
+        self._starting = start_engine(recipe.engine, model_dir, log_path=logs / f"engine-{index}.log")
+        self._handle: Any = None
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until the engine listens; its URL and process id."""
+        self._handle = self._starting.wait_ready(self._config.start_timeout_s)
+        return {"url": self._handle.url, "pid": self._handle.pid}
+
+    def kill(self) -> None:
+        (self._handle or self._starting).kill()

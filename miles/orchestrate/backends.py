@@ -1,0 +1,43 @@
+"""Which implementation stands behind each seam that a recipe names: training backend and rollout engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles.config import ConfigError
+
+if TYPE_CHECKING:
+    from miles.recipe import Recipe
+    from miles.rollout.config import EngineConfig
+    from miles.rollout.engines.process import StartingEngine
+    from miles.train.megatron.backend import MegatronBackend
+
+
+def build_backend(recipe: Recipe, model_dir: Path, *, rank: int, address: str, port: int) -> MegatronBackend:
+    """A backend for `rank`; it joins its mesh at `address:port` when `init` is called."""
+    from miles.train.megatron.backend import MegatronBackend
+
+    return MegatronBackend(
+        config=recipe.train,
+        algo=recipe.algo,
+        model_dir=model_dir,
+        rank=rank,
+        world_size=recipe.train.parallel.world_size,
+        master_addr=address,
+        master_port=port,
+        seed=recipe.seed,
+        temperature=recipe.rollout.temperature,
+        rope_kind=recipe.model.rope.type,
+    )
+
+
+def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path) -> StartingEngine:
+    """Spawn one engine process; `wait_ready` on the result gives its address."""
+    if config.engine != "embedded":
+        raise ConfigError(
+            f"engine.engine {config.engine} cannot be started by the training loop yet; use engine.engine=embedded"
+        )
+    from miles.rollout.engines.embedded.launch import start
+
+    return start(config, model_dir, log_path=log_path)

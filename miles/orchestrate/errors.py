@@ -1,0 +1,17 @@
+"""Errors of a run as a whole."""
+
+from __future__ import annotations
+
+from miles.config.errors import ConfigError, MilesError
+
+
+class RunFolderError(ConfigError):
+    """The run folder cannot be used: in use, unwritable, or of another recipe."""
+
+
+class RunError(MilesError):
+    """A part of the run failed; what was finished is kept and the same command resumes."""
+
+
+class ExpectationMissed(MilesError):
+    """The run finished but a metric that the recipe expects is out of bounds."""

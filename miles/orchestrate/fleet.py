@@ -1,0 +1,121 @@
+"""All actors of a run: started together on one placement group, called with bounded waits, stopped without loss."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miles.config.errors import MilesError
+from miles.orchestrate.actors import EngineActor, TrainWorker
+from miles.orchestrate.errors import RunError
+from miles.recipe import Recipe
+
+STOP_WAIT_S = 5.0
+RESUME_HINT = "what was saved is kept: run the same command again to resume"
+
+
+@dataclass
+class Fleet:
+    """Handles of the running actors. `resumed` is the loop's state from the checkpoint, None for a new run."""
+
+    timeout_s: float
+    workers: list[Any]
+    engines: list[Any]
+    dp_ranks: list[int] = field(default_factory=list)
+    engine_urls: list[str] = field(default_factory=list)
+    resumed: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    async def on_all_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call every trainer rank with the same arguments; results by rank."""
+        return await self.on_workers(method, [arguments] * len(self.workers))
+
+    async def on_workers(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call every trainer rank with its own arguments; the first failure ends the wait for all."""
+        calls = [getattr(w, method).remote(*given) for w, given in zip(self.workers, arguments, strict=True)]
+        return await self._gather("trainer", method, calls)
+
+    async def on_engines(self, method: str) -> list[Any]:
+        """Call every engine actor."""
+        return await self._gather("engine", method, [getattr(e, method).remote() for e in self.engines])
+
+    async def _gather(self, role: str, method: str, calls: list[Any]) -> list[Any]:
+        waits = [asyncio.ensure_future(_result(call, f"{role} {i}: {method}")) for i, call in enumerate(calls)]
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.gather(*waits)
+        except TimeoutError:
+            raise RunError(
+                f"{role}: {method} did not finish within {self.timeout_s:g} s (run.timeout_s); {RESUME_HINT}"
+            ) from None
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+async def _result(call: Any, what: str) -> Any:
+    import ray
+
+    try:
+        return await call
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, MilesError):
+            raise cause from None
+        raise RunError(f"{what} failed: {error}") from None
+    except ray.exceptions.RayActorError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(f"{what}: the process died ({reason}); {RESUME_HINT}") from None
+
+
+@contextlib.asynccontextmanager
+async def running_fleet(recipe: Recipe, model_dir: Path, checkpoints: Path, logs: Path) -> AsyncIterator[Fleet]:
+    """Start engines and trainer ranks side by side, load or resume, connect the weight sync; stop them at the end."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    world, count = recipe.train.parallel.world_size, recipe.engine.count
+    group = ray.util.placement_group([{"CPU": 1}] * (world + count), strategy="PACK")
+
+    def place(actor: type, bundle: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        # A dead actor is not restarted behind the loop's back: its state would be of another step.
+        return ray.remote(actor).options(num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy=strategy)
+
+    workers = [place(TrainWorker, rank).remote(recipe, model_dir, rank) for rank in range(world)]
+    engines = [place(EngineActor, world + index).remote(recipe, model_dir, index, logs) for index in range(count)]
+    fleet = Fleet(recipe.run.timeout_s, workers, engines)
+    try:
+        await _start(fleet, checkpoints)
+        yield fleet
+    finally:
+        await _stop(fleet)
+
+
+async def _start(fleet: Fleet, checkpoints: Path) -> None:
+    async def trainers() -> list[dict[str, Any]]:
+        address, port = await _result(fleet.workers[0].offer_port.remote(), "trainer 0: offer_port")
+        return await fleet.on_all_workers("start", address, port, checkpoints)
+
+    states, engines = await asyncio.gather(trainers(), fleet.on_engines("ready"))
+    fleet.dp_ranks = [state["dp_rank"] for state in states]
+    fleet.resumed, fleet.notes = states[0]["extra"], states[0]["notes"]
+    fleet.engine_urls = [engine["url"] for engine in engines]
+    # A new id for every life of a run: engines left over from an earlier one cannot pass for current.
+    await fleet.on_all_workers("connect", fleet.engine_urls, uuid.uuid4().hex)
+
+
+async def _stop(fleet: Fleet) -> None:
+    import ray
+
+    calls = [engine.kill.remote() for engine in fleet.engines] + [worker.close.remote() for worker in fleet.workers]
+    with contextlib.suppress(Exception):
+        ray.wait(calls, num_returns=len(calls), timeout=STOP_WAIT_S)
+    for actor in (*fleet.engines, *fleet.workers):
+        with contextlib.suppress(Exception):
+            ray.kill(actor)

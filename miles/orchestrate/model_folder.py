@@ -1,0 +1,37 @@
+"""The model folder that a run starts from: the user's, or a small one made for the run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from miles.config import ConfigError
+from miles.data.tasks import build_task
+from miles.data.tokenizer import build_char_tokenizer
+from miles.models.create import create_checkpoint
+from miles.orchestrate.run_folder import RunFolder
+from miles.recipe import Recipe
+
+
+def prepare_model(recipe: Recipe, folder: RunFolder) -> Path:
+    """Path of a complete Hugging Face folder. Raises `ConfigError` when `model.path` is not one."""
+    if recipe.model.path is not None:
+        path = Path(recipe.model.path)
+        if not path.is_dir():
+            raise ConfigError(f"model.path {path}: no such folder; give a Hugging Face model folder")
+        for name in ("config.json", "tokenizer.json"):
+            if not (path / name).is_file():
+                raise ConfigError(f"model.path {path}: {name} is missing; give a complete Hugging Face model folder")
+        return path
+    path = folder.created_model
+    if path.is_dir():
+        return path
+    task = build_task(recipe.data, recipe.seed)
+    tokenizer_dir = folder.path / ".tokenizer"
+    build_char_tokenizer(task.alphabet, tokenizer_dir)
+    try:
+        return create_checkpoint(
+            path, family=recipe.model.family, shape=recipe.model.create, tokenizer_dir=tokenizer_dir, seed=recipe.seed
+        )
+    finally:
+        shutil.rmtree(tokenizer_dir, ignore_errors=True)

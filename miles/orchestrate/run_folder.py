@@ -1,0 +1,158 @@
+"""The folder of one run: what is in it, who may write to it, and whether a run starts, resumes or is finished.
+
+    <runs>/<name>/
+      recipe.json       resolved recipe and its digest      checkpoints/   iter_<n>, see miles.train.checkpoint
+      metrics.jsonl     one object a step                   model/         the model the run starts from, if created
+      tensorboard/      event files                         hf_model/      exported model of the finished run
+      logs/             engine and worker messages          reward.png, reward.html, result.json (written last)
+
+Overrides change the digest; a run with overrides lives in `<name>-<digest>`, so the same command finds it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.config import ConfigError, environment
+from miles.config.files import storage_error, write_atomic
+from miles.config.overrides import parse_override
+from miles.orchestrate.errors import RunFolderError
+from miles.recipe import Recipe, digest
+from miles.recipe.schema import canonical_json, differences
+
+SUFFIX_CHARS = 8
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def created_model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def exported_model(self) -> Path:
+        return self.path / "hf_model"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    def read_result(self) -> dict[str, Any] | None:
+        """The result of a finished run, else None."""
+        return json.loads(self.result.read_text()) if self.result.exists() else None
+
+
+def locate(recipe: Recipe, overrides: Sequence[str]) -> RunFolder:
+    """Folder of this run: `<runs>/<name>`, or `<name>-<digest>` when overrides other than the name are given."""
+    runs = Path(recipe.run.directory or environment.read("MILES_RUNS_DIR") or "runs")
+    named = any(parse_override(text)[0] == ("name",) for text in overrides)
+    suffix = "" if named or not overrides else f"-{digest(recipe)[:SUFFIX_CHARS]}"
+    return RunFolder(runs / f"{recipe.name}{suffix}")
+
+
+@contextlib.contextmanager
+def claimed(folder: RunFolder, recipe: Recipe, *, fresh: bool) -> Iterator[RunFolder]:
+    """Hold the folder for this process. `fresh` removes an earlier run in it.
+
+    Raises `RunFolderError` when another process holds it, it cannot be written, or holds another recipe's run.
+    """
+    with contextlib.ExitStack() as stack:
+        lock = _lock(folder.path)
+        stack.callback(lock.close)
+        if fresh:
+            _clear(folder.path)
+        _record_recipe(folder, recipe)
+        try:
+            for path in (folder.logs, folder.checkpoints):
+                path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise storage_error(folder.path, error) from error
+        yield folder
+
+
+def _lock(path: Path) -> Any:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("a+")
+    except OSError as error:
+        raise storage_error(path, error) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise RunFolderError(
+            f"{path}: a run with process id {holder} is using this folder; wait for it, or give this one a name: "
+            "--set name=NAME"
+        ) from None
+    lock.seek(0)
+    lock.truncate()
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def _clear(path: Path) -> None:
+    for entry in path.iterdir():
+        if entry.name == ".lock":
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _record_recipe(folder: RunFolder, recipe: Recipe) -> None:
+    if folder.recipe.exists():
+        try:
+            stored = Recipe.model_validate_json(json.dumps(json.loads(folder.recipe.read_text())["recipe"]))
+        except (ValueError, KeyError) as error:
+            raise RunFolderError(
+                f"{folder.recipe}: cannot be read as a recipe of this version ({type(error).__name__}); "
+                "use --fresh to start over, or --set name=NAME for another folder"
+            ) from None
+        if digest(stored) != digest(recipe):
+            changed = "; ".join(differences(stored, recipe)[:5])
+            raise RunFolderError(
+                f"{folder.path}: holds a run of another recipe ({changed}); use --fresh to start over, "
+                "or --set name=NAME for another folder"
+            )
+        return
+    leftovers = [entry.name for entry in folder.path.iterdir() if entry.name not in (".lock",)]
+    if leftovers and not all(name.startswith(".") for name in leftovers):
+        raise ConfigError(f"{folder.path}: is not empty and holds no run; choose another name or empty it")
+    text = json.dumps({"digest": digest(recipe), "recipe": json.loads(canonical_json(recipe))}, indent=1)
+    write_atomic(folder.recipe, text + "\n")

@@ -1,0 +1,169 @@
+"""`miles train`: one recipe from start or last checkpoint to a finished run folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from miles.config.files import write_atomic
+from miles.data.prompts import PromptSource
+from miles.data.tokenizer import Tokenizer
+from miles.observe.metrics_log import MetricsLog, rewind
+from miles.observe.progress import Progress, open_progress
+from miles.observe.reward_report import MEAN_OVER, write_reward_report
+from miles.observe.tensorboard_events import TensorBoardEvents
+from miles.orchestrate.cluster import local_cluster
+from miles.orchestrate.errors import ExpectationMissed
+from miles.orchestrate.fleet import Fleet, running_fleet
+from miles.orchestrate.loop import Row, TrainingLoop, accuracy
+from miles.orchestrate.model_folder import prepare_model
+from miles.orchestrate.run_folder import RunFolder, claimed, locate
+from miles.recipe import Recipe, digest
+from miles.rollout.engine import EngineClient
+from miles.rollout.loop import SyncRollout
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run reports."""
+
+    line: str
+    result: dict[str, Any]
+
+
+def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Console) -> Outcome:
+    """Run the recipe to its end and return the closing line. A run that is already finished is only reported."""
+    started = time.monotonic()
+    with claimed(locate(recipe, overrides), recipe, fresh=fresh) as folder:
+        finished = folder.read_result()
+        if finished is not None:
+            console.print(f"{folder.path}: this run is finished; --fresh starts it over", highlight=False)
+            return Outcome(finished["line"], finished)
+        model_dir = prepare_model(recipe, folder)
+        cpus = recipe.train.parallel.world_size + recipe.engine.count
+        progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
+        try:
+            progress.stage("starting Ray")
+            with local_cluster(cpus=cpus, gpus=recipe.placement.gpus_per_node):
+                rows, evaluation = asyncio.run(_Session(recipe, folder, model_dir, progress).run())
+                # The report is drawn while Ray's processes stop.
+                result = _result(recipe, rows, evaluation, started)
+                write_reward_report(rows, folder.path, name=recipe.name)
+        finally:
+            progress.close()
+        write_atomic(folder.result, json.dumps(result, indent=1) + "\n")
+    _check_expectations(recipe, rows)
+    return Outcome(result["line"], result)
+
+
+class _Session:
+    """Everything that lives while actors do."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, model_dir: Path, progress: Progress) -> None:
+        self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
+        self.tokenizer = Tokenizer(model_dir)
+
+    async def run(self) -> tuple[list[Row], dict[str, float]]:
+        recipe, folder = self.recipe, self.folder
+        self.progress.stage("starting trainer and engine")
+        async with running_fleet(recipe, self.model_dir, folder.checkpoints, folder.logs) as fleet:
+            prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
+            first_step = self._resume(fleet, prompts)
+            rows = rewind(folder.metrics, first_dropped_step=first_step)
+            async with contextlib.AsyncExitStack() as stack:
+                client = await stack.enter_async_context(
+                    EngineClient(fleet.engine_urls[0], timeout_s=recipe.rollout.request_timeout_s)
+                )
+                log = stack.enter_context(MetricsLog(folder.metrics))
+                record = self._recorder(stack, log, rows)
+                rollout = SyncRollout(recipe.rollout, client, prompts, self.tokenizer, run_seed=recipe.seed)
+                stack.callback(rollout.close)
+                loop = TrainingLoop(
+                    recipe, fleet, rollout, prompts, folder, self.tokenizer.pad_id, record, before_checkpoint=log.sync
+                )
+                await loop.run(first_step)
+                evaluation = await self._evaluate(client, prompts)
+            self.progress.stage("exporting the model")
+            await fleet.on_all_workers("export", folder.exported_model)
+            self.progress.stage("done")
+        return rows, evaluation
+
+    def _resume(self, fleet: Fleet, prompts: PromptSource) -> int:
+        for note in fleet.notes:
+            self.progress.stage(f"checkpoint passed over: {note}")
+        if fleet.resumed is None:
+            return 0
+        prompts.restore(fleet.resumed["prompts"])
+        step = int(fleet.resumed["step"])
+        self.progress.stage(f"resuming after step {step}")
+        return step
+
+    def _recorder(self, stack: contextlib.AsyncExitStack, log: MetricsLog, rows: list[Row]) -> Any:
+        events = TensorBoardEvents(self.folder.tensorboard) if self.recipe.run.tensorboard else None
+        if events is not None:
+            stack.callback(events.close)
+
+        def record(row: Row) -> None:
+            rows.append(row)
+            log.append(row)
+            if events is not None:
+                events.append(row)
+            self.progress.step(row)
+
+        return record
+
+    async def _evaluate(self, client: EngineClient, prompts: PromptSource) -> dict[str, float]:
+        """Greedy answers to prompts that training never saw."""
+        count = self.recipe.run.evaluate_prompts
+        if count == 0:
+            return {}
+        self.progress.stage("evaluating held-out prompts")
+        greedy = self.recipe.rollout.model_copy(update={"group_size": 1, "top_k": 1, "top_p": 1.0, "min_p": 0.0})
+        rollout = SyncRollout(greedy, client, prompts, self.tokenizer, run_seed=self.recipe.seed)
+        try:
+            batch = await rollout.evaluate(prompts.held_out(count))
+        finally:
+            rollout.close()
+        solved = sum(sample.reward is not None and sample.reward >= 1.0 for sample in batch.samples)
+        return {"eval/reward_mean": accuracy(batch.samples), "eval/solved_frac": solved / len(batch.samples)}
+
+
+def _result(recipe: Recipe, rows: list[Row], evaluation: dict[str, float], started: float) -> dict[str, Any]:
+    rewards = [float(row["rollout/reward_mean"]) for row in rows]
+    training_s = sum(float(row["time/step"]) for row in rows)
+    first, last = rewards[0], sum(rewards[-MEAN_OVER:]) / len(rewards[-MEAN_OVER:])
+    line = f"{recipe.name}: reward {first:.3f} -> {last:.3f} in {training_s:.1f} s ({len(rows)} steps)"
+    return {
+        "schema": 1,
+        "line": line,
+        "digest": digest(recipe),
+        "seed": recipe.seed,
+        "reward_first": first,
+        "reward_last": last,
+        "steps": len(rows),
+        "training_s": training_s,
+        "wall_s": time.monotonic() - started,
+        **evaluation,
+    }
+
+
+def _check_expectations(recipe: Recipe, rows: list[Row]) -> None:
+    missed = []
+    for name, bound in recipe.expect.items():
+        values = [float(row[name]) for row in rows[-bound.over :] if name in row]
+        if not values:
+            missed.append(f"{name}: no step reported it")
+            continue
+        mean = sum(values) / len(values)
+        if not (bound.min is None or mean >= bound.min) or not (bound.max is None or mean <= bound.max):
+            missed.append(f"{name}: mean of the last {len(values)} steps is {mean:.4g}, expected {bound}")
+    if missed:
+        raise ExpectationMissed("the run finished but misses what the recipe expects: " + "; ".join(missed))

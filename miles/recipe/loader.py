@@ -1,0 +1,44 @@
+"""From a recipe file and overrides to a `Recipe`: extends < recipe < --set. Environment never changes a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from miles.config import ConfigError
+from miles.config.overrides import apply_overrides, merge
+from miles.config.validation import validate
+from miles.config.yaml_source import KeyPath, Position, YamlDocument, load_yaml
+from miles.recipe.schema import Recipe
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, merge and validate. Raises `ConfigError` listing every fault with file, line and column."""
+    document = load_yaml(path)
+    data, base = _with_base(path, document)
+    data, origin = apply_overrides(data, overrides)
+
+    def locate(key: KeyPath) -> Position | str | None:
+        for end in range(len(key), 0, -1):
+            if key[:end] in origin:
+                return origin[key[:end]]
+        if base is not None and key not in document.positions and key in base.positions:
+            return base.locate(key)
+        return document.locate(key)
+
+    return validate(Recipe, data, locate=locate)
+
+
+def _with_base(path: Path, document: YamlDocument) -> tuple[dict[str, Any], YamlDocument | None]:
+    data = dict(document.data)
+    if "extends" not in data:
+        return data, None
+    name = data.pop("extends")
+    place = document.positions[("extends",)]
+    if not isinstance(name, str):
+        raise ConfigError(f"{place}: extends names one recipe file beside this one")
+    base = load_yaml(path.parent / name)
+    if "extends" in base.data:
+        raise ConfigError(f"{place}: {name} itself extends {base.data['extends']}; only one level is allowed")
+    return merge(base.data, data), base

@@ -1,0 +1,71 @@
+"""How a run goes: how long, when it saves, where it writes, what must have come out, where actors are placed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from miles.config import StrictModel
+
+
+class RunConfig(StrictModel):
+    """`steps`: optimizer rollouts to run. A checkpoint is written every `checkpoint_every` steps and at the end."""
+
+    steps: int = Field(default=100, ge=1)
+    checkpoint_every: int = Field(default=25, ge=1)
+    # Prompts that training never sees, answered greedily at the end; 0 skips the evaluation.
+    evaluate_prompts: int = Field(default=64, ge=0)
+    # Folder that holds run folders; the environment variable MILES_RUNS_DIR is used when this is not set.
+    directory: str | None = None
+    tensorboard: bool = True
+    # Bound of every wait on an actor, in seconds; also covers the start.
+    timeout_s: float = Field(default=600.0, gt=0)
+
+
+class PlacementConfig(StrictModel):
+    """Where actors run. One host: every trainer rank and engine is one bundle of a placement group."""
+
+    mode: Literal["colocated", "disaggregated"] = "disaggregated"
+    nodes: int = Field(default=1, ge=1)
+    gpus_per_node: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> PlacementConfig:
+        if self.nodes > 1:
+            raise ValueError(f"placement.nodes is {self.nodes}; this version starts one host: set nodes to 1")
+        if self.mode == "colocated":
+            raise ValueError(
+                "placement.mode colocated needs engines that hand their device memory over, which the loop does not "
+                "drive yet; use disaggregated"
+            )
+        return self
+
+
+class Expectation(StrictModel):
+    """Bounds that a metric's mean over the last `over` steps must keep when the run ends."""
+
+    min: float | None = None
+    max: float | None = None
+    over: int = Field(default=5, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Expectation:
+        if self.min is None and self.max is None:
+            raise ValueError("an expectation needs min, max or both")
+        return self
+
+
+class Evidence(StrictModel):
+    """What is known of this recipe. `validated` names where and when its expectations were met."""
+
+    status: Literal["validated", "bring-up", "untested"] = "untested"
+    hardware: str | None = None
+    date: str | None = None
+    source: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Evidence:
+        if self.status == "validated" and not (self.hardware and self.date):
+            raise ValueError("evidence.status validated needs evidence.hardware and evidence.date")
+        return self

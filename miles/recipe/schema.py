@@ -1,0 +1,74 @@
+"""`Recipe`: everything that determines a run, as one frozen value with a digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from miles.algos.config import AlgoConfig
+from miles.config import StrictModel
+from miles.data.config import DataConfig
+from miles.models.config import ModelConfig
+from miles.recipe.run import Evidence, Expectation, PlacementConfig, RunConfig
+from miles.rollout.config import EngineConfig, RolloutConfig, check_group_size
+from miles.sync.config import SyncConfig
+from miles.train.config import TrainConfig
+
+
+class Recipe(StrictModel):
+    """One run. Every section is the configuration class of the component that owns it."""
+
+    schema_version: Literal[1] = 1
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    description: str = ""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    algo: AlgoConfig = AlgoConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    train: TrainConfig = TrainConfig()
+    sync: SyncConfig = SyncConfig()
+    placement: PlacementConfig = PlacementConfig()
+    expect: dict[str, Expectation] = Field(default_factory=dict)
+    evidence: Evidence = Evidence()
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        check_group_size(self.rollout, self.algo.advantage)
+        if self.run.evaluate_prompts and self.data.held_out_fraction == 0.0:
+            raise ValueError(
+                "run.evaluate_prompts asks for held-out prompts but data.held_out_fraction is 0; "
+                "set it above 0, or run.evaluate_prompts to 0"
+            )
+        return self
+
+
+def canonical_json(recipe: Recipe) -> str:
+    """The resolved recipe with sorted keys and no blanks: the text that the digest is taken of."""
+    return json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+
+def digest(recipe: Recipe) -> str:
+    """sha256 (hex) of the canonical JSON of the resolved recipe."""
+    return hashlib.sha256(canonical_json(recipe).encode()).hexdigest()
+
+
+def differences(left: Recipe, right: Recipe) -> list[str]:
+    """`key: a -> b` for every resolved leaf that differs, in key order."""
+    first, second = _leaves(left.model_dump(mode="json")), _leaves(right.model_dump(mode="json"))
+    keys = sorted(first.keys() | second.keys())
+    return [f"{key}: {first.get(key)} -> {second.get(key)}" for key in keys if first.get(key) != second.get(key)]
+
+
+def _leaves(value: object, prefix: str = "") -> dict[str, str]:
+    if isinstance(value, dict) and value:
+        found: dict[str, str] = {}
+        for key, child in value.items():
+            found |= _leaves(child, f"{prefix}.{key}" if prefix else key)
+        return found
+    return {prefix: json.dumps(value)}
