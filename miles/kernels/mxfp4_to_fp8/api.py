@@ -40,16 +40,16 @@ def _check(packed: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> No
             )
         if not (p.is_contiguous() and s.is_contiguous()) or p.data_ptr() % 16:
             raise ValueError(f"weights[{i}]: weight and scale must be contiguous and the weight 16-byte aligned")
-    if packed[0].device.type != "cuda" and not isinstance(kernel.tile_kernel, InterpretedFunction):
+    if packed[0].device.type != "cuda" and not isinstance(kernel.strip_kernel, InterpretedFunction):
         raise TypeError(
             f"weights on {packed[0].device}: use reference.convert, or set TRITON_INTERPRET=1 before the import"
         )
 
 
-def mxfp4_to_fp8(packed: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], *, warps: int = 4) -> list[Converted]:
+def mxfp4_to_fp8(packed: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Converted]:
     """`packed[i]` uint8/int8 [M, N/2], `scales[i]` e8m0 codes [M, N/32]; returns device tensors, one result a weight."""
     launch = _Launch(packed, scales)
-    launch.run(warps)
+    launch.run()
     launch.raise_if_nan()
     return launch.results()
 
@@ -57,36 +57,42 @@ def mxfp4_to_fp8(packed: Sequence[torch.Tensor], scales: Sequence[torch.Tensor],
 class _Launch:
     """Buffers of one call, so that a benchmark can repeat `run` alone."""
 
-    def __init__(self, packed: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, packed: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], tiles_per_program: int = 4, warps: int = 8
+    ) -> None:
         _check(packed, scales)
         device = packed[0].device
         self.packed = [p.view(torch.uint8) for p in packed]
         self.scales = [s.view(torch.uint8) for s in scales]
         self.shapes = [(p.shape[0], p.shape[1] * 2) for p in packed]
         self.grids = [(-(-m // TILE), -(-n // TILE)) for m, n in self.shapes]
-        sources, scale_offsets, rows, cols, outputs = [], [], [], [], []
-        output = 0
+        sources, scale_offsets, rows, cols, outputs, first_tiles = [], [], [], [], [], []
+        output, tile = 0, 0
         for p, s, (m, n) in zip(self.packed, self.scales, self.shapes, strict=True):
             sources.append((p.data_ptr() - self.packed[0].data_ptr()) // 16)
             scale_offsets.append(s.data_ptr() - self.scales[0].data_ptr())
             rows.append(m)
             cols.append(n // BLOCK)
             outputs.append(output)
+            first_tiles.append(tile)
             output += m * n // 16
+            tile += -(-m // TILE) * -(-n // TILE)
         tiles = [a * b for a, b in self.grids]
-        self.table = weight_table((sources, scale_offsets, rows, cols, outputs), tiles, 1, device)
+        strips = [a * -(-b // tiles_per_program) for a, b in self.grids]
+        self.tiles_per_program, self.warps = tiles_per_program, warps
+        self.table = weight_table((sources, scale_offsets, rows, cols, outputs, first_tiles), strips, 1, device)
         self.q = torch.empty(output * 16, dtype=torch.uint8, device=device)
         self.scale = torch.empty(sum(tiles), dtype=torch.uint8, device=device)
         self.info = torch.empty(sum(tiles), dtype=torch.int32, device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.device = device
 
-    def run(self, warps: int) -> None:
+    def run(self) -> None:
         with on_device(self.device):
-            kernel.tile_kernel[(self.table.chunks,)](
+            kernel.strip_kernel[(self.table.chunks,)](
                 self.packed[0].view(-1).view(torch.int32), self.scales[0], self.table.columns, self.table.chunk_weight,
                 _lut(self.device), self.q.view(torch.int32), self.scale, self.info, self.flag, self.table.n,
-                PTX=self.device.type == "cuda" and torch.version.hip is None, num_warps=warps,
+                PTX=self.device.type == "cuda" and torch.version.hip is None, TILES=self.tiles_per_program, num_warps=self.warps,
             )  # fmt: skip
 
     def raise_if_nan(self) -> None:

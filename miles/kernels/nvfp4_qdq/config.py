@@ -6,11 +6,11 @@ No torch, no Triton: the gate that decides whether fake quantisation runs at all
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Literal
 
 
-class ErrorMode(str, Enum):
+class ErrorMode(StrEnum):
     """How the 16 differences of a block are summed when 4over6 chooses between its two scales."""
 
     MAE = "MAE"

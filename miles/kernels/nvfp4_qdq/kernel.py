@@ -10,6 +10,7 @@ Kernels set a device flag (bit 0) where the maximum of a tensor is not finite, a
 overflows; nothing here reads it.
 """
 
+# ruff: noqa: RUF005  (the Triton front end has no starred tuples)
 from __future__ import annotations
 
 import triton
@@ -90,11 +91,19 @@ def _join4(c0, c1, c2, c3, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_row(base, row, mask, ROWS: tl.constexpr):
-    """Eight words of each block: two vector loads of four words."""
+def _load(base, row, blocks, EVICT: tl.constexpr, ROWS: tl.constexpr):
+    """The words of each block as two tiles [ROWS, 4], one vector load each; rows from `blocks` on read as zero."""
     offset = row[:, None] * 8 + tl.arange(0, 4)[None, :]
-    w0, w1, w2, w3 = _split4(tl.load(base + offset, mask=mask[:, None], other=0), ROWS)
-    w4, w5, w6, w7 = _split4(tl.load(base + offset + 4, mask=mask[:, None], other=0), ROWS)
+    mask = (row < blocks)[:, None]
+    first = tl.load(base + offset, mask=mask, other=0, eviction_policy=EVICT)
+    return first, tl.load(base + offset + 4, mask=mask, other=0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _words(first, second, ROWS: tl.constexpr):
+    """Two tiles -> the eight words of each block."""
+    w0, w1, w2, w3 = _split4(first, ROWS)
+    w4, w5, w6, w7 = _split4(second, ROWS)
     return w0, w1, w2, w3, w4, w5, w6, w7
 
 
@@ -119,22 +128,29 @@ def _abs_max(x, FP16: tl.constexpr):
 
 
 @triton.jit
-def _term(
-    q, scale, x, xs, amax, numerator, recip, FAST_DIV: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr
-):
-    """One |d| or d*d of the 4over6 error from magnitudes: q and x carry the same sign. xs = x * S_enc."""
+def _divide(n, numerator, recip):
+    """n / numerator correctly rounded, by Markstein's theorem: `recip` is the rounded reciprocal, all values normal."""
+    quotient = n * recip
+    return tl.fma(tl.fma(-quotient, numerator, n), recip, quotient)
+
+
+@triton.jit
+def _difference(q, scale, one, three_halves, x, xs, amax, numerator, FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr):
+    """Dequantised value minus x, from magnitudes (q and x carry the same sign); xs = x * S_enc."""
     if FP16_DOMAIN:
         # The product has six significant bits: its cast to fp16 and back is exact, and so is the fused product.
-        d = tl.fma(q, scale, -xs)
+        return tl.fma(q, scale, -xs)
+    elif FAST:
+        # Rounding commutes with powers of two: q = p or 1.5 p dequantises to p times the value of 1 or of 1.5.
+        bits = q.to(tl.int32, bitcast=True)
+        power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+        return tl.fma(power, tl.where((bits & 0x400000) != 0, three_halves, one), -x)
     else:
-        n = (q * scale) * amax
-        if FAST_DIV:
-            # Markstein: with the rounded reciprocal, two FMAs give the correctly rounded quotient.
-            quotient = n * recip
-            quotient = tl.fma(tl.fma(-quotient, numerator, n), recip, quotient)
-        else:
-            quotient = tl.div_rn(n, numerator)
-        d = quotient - x
+        return tl.div_rn((q * scale) * amax, numerator) - x
+
+
+@triton.jit
+def _error(d, MSE: tl.constexpr):
     if MSE:
         return d * d
     else:
@@ -143,24 +159,19 @@ def _term(
 
 @triton.jit
 def _quantize_4over6(
-    x,
-    a,
-    amax,
-    s_enc,
-    s_dec,
-    numerator,
-    recip,
-    FP16: tl.constexpr,
-    FAST_DIV: tl.constexpr,
-    FP16_DOMAIN: tl.constexpr,
-    MSE: tl.constexpr,
-):
+    x, a, amax, s_enc, s_dec, numerator, recip,
+    FP16: tl.constexpr, FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr,
+):  # fmt: skip
     """E2M1 magnitudes (16 fp32) and block scale of the candidate with the smaller error; ties keep the map to 6."""
     s6 = tl.div_rn(a, 6.0) * s_enc
     scale6 = _e4m3(s6)
     scale4 = _e4m3(s6 * 1.5)
     inv6 = _inverse(scale6, s_dec)
     inv4 = _inverse(scale4, s_dec)
+    one6 = _divide(scale6 * amax, numerator, recip)
+    one4 = _divide(scale4 * amax, numerator, recip)
+    half6 = _divide((1.5 * scale6) * amax, numerator, recip)
+    half4 = _divide((1.5 * scale4) * amax, numerator, recip)
     error6 = a * 0.0
     error4 = a * 0.0
     q6 = ()
@@ -172,8 +183,8 @@ def _quantize_4over6(
             vs = v * s_enc
             r6 = _e2m1(v, inv6)
             r4 = _e2m1(v, inv4)
-            error6 += _term(r6, scale6, v, vs, amax, numerator, recip, FAST_DIV, FP16_DOMAIN, MSE)
-            error4 += _term(r4, scale4, v, vs, amax, numerator, recip, FAST_DIV, FP16_DOMAIN, MSE)
+            error6 += _error(_difference(r6, scale6, one6, half6, v, vs, amax, numerator, FAST, FP16_DOMAIN), MSE)
+            error4 += _error(_difference(r4, scale4, one4, half4, v, vs, amax, numerator, FAST, FP16_DOMAIN), MSE)
             q6 = q6 + (r6,)
             q4 = q4 + (r4,)
     four = error4 < error6
@@ -196,17 +207,16 @@ def _quantize_standard(x, a, s_enc, s_dec, FP16: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    src, dst, row, mask, amax, s_enc, s_dec, numerator, recip,
+def _quantize_store(
+    x, dst, row, blocks, amax, s_enc, s_dec, numerator, recip,
     ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
-    FAST_DIV: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
+    FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Quantise and dequantise ROWS blocks at word pointers src, dst; returns the bits of each block's max abs."""
-    x = _load_row(src, row, mask, ROWS)
+    """Quantise, dequantise and store ROWS blocks given as eight words; returns the bits of each block's max abs."""
     bits = _abs_max(x, FP16)
     a = bits.to(tl.float32, bitcast=True)
     if FOUR_OVER_SIX:
-        q, scale = _quantize_4over6(x, a, amax, s_enc, s_dec, numerator, recip, FP16, FAST_DIV, FP16_DOMAIN, MSE)
+        q, scale = _quantize_4over6(x, a, amax, s_enc, s_dec, numerator, recip, FP16, FAST, FP16_DOMAIN, MSE)
     else:
         q, scale = _quantize_standard(x, a, s_enc, s_dec, FP16)
     if TE_DECODE:
@@ -218,8 +228,9 @@ def _tile(
         word = _pack(q[2 * i] * factor, q[2 * i + 1] * factor, FP16, PTX)
         y = y + (word | (x[i] & -2147450880),)  # both sign bits, also of zeros
     offset = row[:, None] * 8 + tl.arange(0, 4)[None, :]
-    tl.store(dst + offset, _join4(y[0], y[1], y[2], y[3], ROWS), mask=mask[:, None])
-    tl.store(dst + offset + 4, _join4(y[4], y[5], y[6], y[7], ROWS), mask=mask[:, None])
+    mask = (row < blocks)[:, None]
+    tl.store(dst + offset, _join4(y[0], y[1], y[2], y[3], ROWS), mask=mask, eviction_policy=EVICT)
+    tl.store(dst + offset + 4, _join4(y[4], y[5], y[6], y[7], ROWS), mask=mask, eviction_policy=EVICT)
     return bits
 
 
@@ -251,7 +262,8 @@ def amax_kernel(base, table, chunk_weight, amax_bits, n, ROWS: tl.constexpr, TIL
     best = tl.zeros((ROWS,), tl.int32)
     for t in range(TILES):
         row = start + t * ROWS + tl.arange(0, ROWS)
-        best = tl.maximum(best, _abs_max(_load_row(words, row, row < blocks, ROWS), FP16))
+        first, second = _load(words, row, blocks, "", ROWS)
+        best = tl.maximum(best, _abs_max(_words(first, second, ROWS), FP16))
     tl.atomic_max(amax_bits + slot, tl.max(best, axis=0), sem="relaxed")
 
 
@@ -259,16 +271,17 @@ def amax_kernel(base, table, chunk_weight, amax_bits, n, ROWS: tl.constexpr, TIL
 def _chunk(
     src, dst, start, blocks, amax, numerator, recip,
     ROWS: tl.constexpr, TILES: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
-    FAST_DIV: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
+    FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles from block `start`; returns the largest max-abs bits seen."""
     s_enc, s_dec = _scales(amax, numerator)
     worst = tl.zeros((ROWS,), tl.int32)
     for t in range(TILES):
         row = start + t * ROWS + tl.arange(0, ROWS)
-        bits = _tile(
-            src, dst, row, row < blocks, amax, s_enc, s_dec, numerator, recip,
-            ROWS, FP16, PTX, FOUR_OVER_SIX, FAST_DIV, FP16_DOMAIN, MSE, TE_DECODE,
+        first, second = _load(src, row, blocks, "", ROWS)
+        bits = _quantize_store(
+            _words(first, second, ROWS), dst, row, blocks, amax, s_enc, s_dec, numerator, recip,
+            ROWS, FP16, PTX, FOUR_OVER_SIX, FAST, FP16_DOMAIN, MSE, TE_DECODE, "",
         )  # fmt: skip
         worst = tl.maximum(worst, bits)
     return tl.max(worst, axis=0)
@@ -297,7 +310,7 @@ def qdq_kernel(
     src = base + src_offset * 4
     dst = out + dst_offset * 4
     if FOUR_OVER_SIX and not FP16_DOMAIN:
-        # Inside this range no step of the Markstein division can leave the normal numbers.
+        # Inside this range no value leaves the normal numbers, so the fast difference is exact.
         if (amax < 8.6736174e-19) | (amax > 1.1529215e18):
             worst = _chunk(src, dst, start, blocks, amax, numerator, recip, ROWS, TILES, FP16, PTX, True, False, False, MSE, TE_DECODE)  # fmt: skip
         else:

@@ -1,0 +1,101 @@
+"""MXFP4 to FP8 of 64 weights of 4096 x 6144 on one GPU, one launch, against a device copy of the same bytes.
+
+    python benchmarks/mxfp4_to_fp8.py --out benchmarks/results/mxfp4_to_fp8.json
+
+Bytes per element: 0.5 in, 1/32 scale in, 1 out, and the tile scale. The result of two weights is compared with the
+reference before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from miles.kernels.mxfp4_to_fp8 import api, reference
+
+SHAPE, COUNT = (4096, 6144), 64
+
+
+def time_us(fn, repeats: int = 20) -> float:
+    for _ in range(3):
+        fn()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        fn()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def differing(packed: torch.Tensor, scale: torch.Tensor, got: reference.Converted) -> int:
+    want = reference.convert(packed.cpu(), scale.cpu())
+    return sum(int((getattr(want, f) != getattr(got, f).cpu()).sum()) for f in ("q", "scale", "max_k", "lossy"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--count", type=int, default=COUNT)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("mxfp4_to_fp8 needs a CUDA GPU")
+    torch.manual_seed(0)
+    m, n = SHAPE
+    packed = [torch.randint(0, 256, (m, n // 2), dtype=torch.uint8, device="cuda") for _ in range(args.count)]
+    scales = [torch.randint(118, 124, (m, n // 32), dtype=torch.uint8, device="cuda") for _ in range(args.count)]
+    scales[1].copy_(torch.randint(100, 124, (m, n // 32), dtype=torch.uint8, device="cuda"))  # one lossy weight
+    first = api.mxfp4_to_fp8(packed, scales)
+    bad = [differing(packed[i], scales[i], first[i]) for i in (0, 1)]
+    lossy = int(first[1].lossy.sum())
+    del first
+
+    read = args.count * (m * n // 2 + m * n // 32)
+    written = args.count * m * n
+    total = read + written + args.count * (m // 128) * (n // 128) * 5
+    source = torch.empty(total // 2, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy = time_us(lambda: target.copy_(source))
+    results = {
+        "differences from the reference [normal, lossy weight]": bad,
+        "lossy elements of the lossy weight": lossy,
+    }
+    for tiles, warps in itertools.product((1, 2, 4, 8), (4, 8, 16)) if args.tune else ((4, 8),):
+        launch = api._Launch(packed, scales, tiles, warps)
+        results[f"ours, {tiles} tiles a program, {warps} warps"] = time_us(launch.run)
+    ours = min(v for k, v in results.items() if k.startswith("ours"))
+    results |= {
+        "copy of the same bytes": copy,
+        "bytes": total,
+        "copy TB/s": total / copy / 1e6,
+        "ours TB/s": total / ours / 1e6,
+    }
+    results["share of copy bandwidth"] = copy / ours
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "command": "python " + " ".join(sys.argv),
+        "unit": "us",
+        "results": results,
+    }
+    print(json.dumps(record, indent=1))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
