@@ -6,6 +6,7 @@ left, or the result names the survivors.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -192,10 +193,13 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lost(events: _Events, wall_s: float) -> Ended:
-    """The supervisor ended without its report: end the session it had started, as far as it can be seen."""
+    """The supervisor ended without its report: end what it had started, through its cgroup or by descent."""
     started = events.seen.get("started")
     survivors: tuple[Leftover, ...] = ()
     if started is not None:
+        if started["cgroup"] is not None:
+            with contextlib.suppress(OSError), open(f"{started['cgroup']}/cgroup.kill", "w") as file:
+                file.write("1")
         main = process_tree.read_process(started["pid"])
         tree = [] if main is None else [main, *process_tree.living_below(main.pid)]
         process_tree.send(tree, signal.SIGKILL)

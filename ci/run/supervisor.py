@@ -82,7 +82,7 @@ class Supervisor:
             emit(event="end", reason="spawn", error=error, wall_s=time.monotonic() - started)
             self._remove_cgroup()
             return
-        emit(event="started", pid=self.main_pid, cgroup=self.cgroup is not None)
+        emit(event="started", pid=self.main_pid, cgroup=self.cgroup)
         reason = self._wait(started + self.job["timeout_s"])
         wall_s = time.monotonic() - started
         leaked: list[process_tree.Process] = []
