@@ -16,6 +16,8 @@ from ci.fleet.dates import check_until
 from ci.fleet.model import ARCH_VENDOR, VENDOR_OF_BACKEND
 from ci.fleet.yaml_source import Document, Keys
 
+FIRST_SUITE = "stage-a-cpu"
+
 Entries = dict[str, dict[str, Any]]
 
 
@@ -103,6 +105,12 @@ def _ambiguous_labels(document: Document, entries: Entries) -> None:
 
 
 def _suites(document: Document, entries: Entries) -> None:
+    first = entries["suites"].get(FIRST_SUITE)
+    if FIRST_SUITE not in _names(document, "suites") or (first is not None and first.backend != "cpu"):
+        message = (
+            f"suites.{FIRST_SUITE}: a CPU suite of this name is required; it runs tests/fast and reports faulty files"
+        )
+        document.error(("suites", FIRST_SUITE), "missing-suite", message, of_key=True)
     hardware_names, pool_names = _names(document, "hardware"), _names(document, "pools")
     for name, suite in entries["suites"].items():
         keys: Keys = ("suites", name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 
+from ci.errors import UsageError
 from ci.fleet.yaml_source import Document, Keys
 
 MAX_DAYS_AHEAD = 90
@@ -37,3 +38,11 @@ def check_until(document: Document, keys: Keys, until: str, today: date) -> None
     if problem is not None:
         code, message, severity = problem
         document.error(keys, code, f"{'.'.join(map(str, keys))}: {message}", severity=severity)
+
+
+def parse_day(text: str, option: str) -> date:
+    """A date given on the command line. Raises `UsageError`."""
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: not a date YYYY-MM-DD") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from ci.fleet.model import Fleet
@@ -21,3 +22,16 @@ def fleet_json_schema() -> dict[str, Any]:
 def schema_text() -> str:
     """The committed form of the schema."""
     return json.dumps(fleet_json_schema(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def schema_findings(data: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Violations of the schema as (path of keys, message). Needs jsonschema (a development dependency)."""
+    import jsonschema
+
+    # JSON Schema lets 1.0 pass for an integer; the model, like everyone who reads the file, does not.
+    checker = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
+        "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
+    )
+    validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=checker)
+    for error in validator(fleet_json_schema()).iter_errors(data):
+        yield tuple(error.absolute_path), error.message[:300]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ci.declare.model import IMPLICIT_SUITE
-from ci.errors import UsageError
+from ci.errors import UsageError, suggestion
 from ci.fleet.model import Fleet
 from ci.plan.durations import Durations
 from ci.plan.estimate import Estimate, estimate
@@ -38,8 +38,6 @@ def build_plan(
     chosen = options or PlanOptions({})
     for name in (*chosen.suites, *chosen.shards):
         if name not in fleet.suites:
-            from ci.errors import suggestion
-
             raise UsageError(f"suite '{name}' is not known{suggestion(name, fleet.suites)}")
     by_suite: dict[str, list[Included]] = {name: [] for name in fleet.suites}
     for item in selection.included:
@@ -82,7 +80,7 @@ class _Job:
     """A unit as the divider sees it."""
 
     unit: Unit
-    pools: tuple[str, ...]
+    split: bool = False
 
     @property
     def id(self) -> str:
@@ -172,7 +170,10 @@ class _SuitePlanner:
         else:
             width, slots = self.fleet.width(self.suite_id), None
         estimates = self._estimates(group, pools)
-        jobs = [_Job(self._unit(item, estimates[item.registration.path]), item.pools) for item in group]
+        jobs = [
+            _Job(self._unit(item, estimates[item.registration.path]), item.registration.declaration.split)
+            for item in group
+        ]
         pieces = {job.id: self._pieces(job, pools) for job in jobs}
         count = forced or shard_count(
             jobs,
@@ -203,19 +204,10 @@ class _SuitePlanner:
 
     def _pieces(self, job: _Job, pools: tuple[str, ...]) -> int:
         """How many parts a test could form; gates read a whole file's metrics, so a gated file stays whole."""
-        declared = self._split_wanted.get(job.unit.path, False)
-        if not (declared and self.suite.split) or job.unit.gates or job.serial:
+        if not (job.split and self.suite.split) or job.unit.gates or job.serial:
             return 1
         items = self._items(job, pools)
         return len(groups_of(items)) if splittable(items) else 1
-
-    @property
-    def _split_wanted(self) -> dict[str, bool]:
-        return {
-            item.path: True
-            for item in self.catalog.registrations
-            if item.declaration.split and item.suite == self.suite_id
-        }
 
     def _parts(self, job: _Job, pools: tuple[str, ...], count: int) -> list[_Job]:
         parts = split(self._items(job, pools), count)

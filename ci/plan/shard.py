@@ -170,7 +170,7 @@ class _Improver:
         """Whether areas alone leave room for a gain: the other shard must not become as long as this one."""
         gained = self._area(give) - (self._area(take) if take else 0)
         if self.additive:
-            return 0 < gained and self.loads[other] + give.ms - (take.ms if take else 0) < self.loads[worst]
+            return gained > 0 and self.loads[other] + give.ms - (take.ms if take else 0) < self.loads[worst]
         return self.areas[other] + gained < self.loads[worst] * self.width and (gained > 0 or take is not None)
 
     def _area(self, job: J) -> int:

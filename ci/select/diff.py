@@ -64,11 +64,16 @@ def _git(root: Path, *arguments: str, stdin: bytes | None = None) -> bytes:
     return done.stdout
 
 
-def changes_since(root: Path, base: str) -> tuple[str, list[Change]]:
-    """(merge base, changes from it to the working tree, untracked files included)."""
+def merge_base_with(root: Path, base: str) -> str:
+    """The commit at which HEAD and `base` parted."""
     if base.startswith("-"):
         raise DiffError(f"'{base}' is no revision")
-    merge_base = _git(root, "merge-base", base, "HEAD").decode().strip()
+    return _git(root, "merge-base", base, "HEAD").decode().strip()
+
+
+def changes_since(root: Path, base: str) -> tuple[str, list[Change]]:
+    """(merge base, changes from it to the working tree, untracked files included)."""
+    merge_base = merge_base_with(root, base)
     tracked = parse_name_status(_git(root, "diff", "--name-status", "-z", "-M", merge_base))
     untracked = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split(b"\0")
     added = [Change("A", name.decode("utf-8", "surrogateescape")) for name in untracked if name]

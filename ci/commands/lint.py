@@ -1,0 +1,67 @@
+"""Check registry.yaml, its schema, the durations table and every declaration: all errors in one report.
+
+Exit code 0 without errors (warnings do not count), 2 with any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ci.commands.options import add_workspace, workspace
+from ci.commands.output import print_json
+from ci.errors import ExitCode
+from ci.fleet.schema import SCHEMA_PATH, schema_text
+from ci.lint import LintReport, lint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_workspace(parser, formats=("text", "json", "github"))
+    parser.add_argument(
+        "--base", metavar="REV", help="also refuse exemptions that had passed when they were introduced"
+    )
+    parser.add_argument("--workflows", action="store_true", help="also lint the generated workflow files")
+    parser.add_argument("--write-schema", action="store_true", help=f"write {SCHEMA_PATH} from the model first")
+
+
+def main(args: argparse.Namespace) -> int:
+    space = workspace(args)
+    if args.write_schema:
+        target = space.root / SCHEMA_PATH
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(schema_text(), encoding="utf-8")
+    report = lint(space, base=args.base)
+    if args.workflows:
+        from ci.workflows.lint import lint_workflows
+
+        found = lint_workflows(space.root)
+        report = LintReport(
+            tuple(sorted({*report.findings, *found.findings})),
+            report.files,
+            report.declarations,
+            (*report.not_run, *found.not_run),
+        )
+    _print(report, args.format)
+    return ExitCode.CONFIG if report.errors else ExitCode.OK
+
+
+def _print(report: LintReport, form: str) -> None:
+    if form == "json":
+        print_json(
+            {
+                "errors": len(report.errors),
+                "warnings": len(report.findings) - len(report.errors),
+                "files": report.files,
+                "declarations": report.declarations,
+                "not_run": list(report.not_run),
+                "findings": [item.as_json() for item in report.findings],
+            }
+        )
+        return
+    for item in report.findings:
+        print(item.github() if form == "github" else item.text())
+    warnings = len(report.findings) - len(report.errors)
+    summary = f"{len(report.errors)} error(s), {warnings} warning(s) in {report.files} test files, {report.declarations} registrations"
+    print(summary if form == "text" else f"::notice::{summary}")
+    for reason in report.not_run:
+        print(f"not run: {reason}", file=sys.stderr)
