@@ -80,7 +80,7 @@ def _included(space: Workspace, item: Included, selection: Selection, affected: 
     if not registration.home:
         why.append("sent here by arches: all")
     if item.unstable:
-        why.append("unstable: may fail without blocking")
+        why.append(f"unstable, its failure does not block: {item.unstable}")
     return {
         "path": registration.path,
         "suite": registration.suite,

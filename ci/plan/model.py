@@ -24,7 +24,7 @@ class Unit:
     """One thing a runner starts: a test file, a part of a split file, or a declaration error to report.
 
     `nodes` names the only node ids to run (None: the whole file); `deselect` those that other parts run.
-    `ms` is the estimate; `timeout_s` is resolved and capped by the suite. `devices` is the lease.
+    `unstable` is the reason why a failure does not block. `ms` is the estimate; `timeout_s` is resolved and capped by the suite. `devices` is the lease.
     """
 
     id: str
@@ -36,7 +36,7 @@ class Unit:
     devices: int
     timeout_s: int
     serial: bool = False
-    unstable: bool = False
+    unstable: str | None = None
     notify: str | None = None
     min_memory_gib: float | None = None
     capabilities: tuple[str, ...] = ()

@@ -32,11 +32,13 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Included:
-    """A test that runs; `unstable` ones may fail without blocking. `pools` can take it (none: hosted CPU)."""
+    """A test that runs; `unstable` is the reason why its failure does not block, if so declared.
+
+    `pools` can take it (none: hosted CPU)."""
 
     registration: Registration
     pools: tuple[str, ...]
-    unstable: bool = False
+    unstable: str | None = None
     notify: str | None = None
 
 
@@ -84,7 +86,7 @@ def select(
         if reasons:
             excluded.append(Excluded(registration, tuple(reasons)))
         else:
-            unstable, notify = switch if isinstance(switch, tuple) else (False, None)
+            unstable, notify = switch if isinstance(switch, tuple) else (None, None)
             included.append(Included(registration, pools, unstable, notify))
     for fault in catalog.faults:
         first = fault.errors[0]
@@ -143,15 +145,16 @@ def _unaffected(registration: Registration, suite: Suite, policy: Policy, affect
 
 def _switches(
     registration: Registration, policy: Policy, day: str, warnings: list[str]
-) -> Reason | tuple[bool, str | None] | None:
-    """What `disabled` and `unstable` make of a test: a reason, or (unstable, whom to notify)."""
+) -> Reason | tuple[str, str | None] | None:
+    """What `disabled` and `unstable` make of a test: a reason, or (why it may fail, whom to notify)."""
     declaration = registration.declaration
     owner = declaration.owner or registration.suite
     place = f"{declaration.path}:{declaration.line}"
     if declaration.disabled is not None:
         expired = declaration.disabled.until < day
         if expired and policy.expired_runs:
-            return True, f"{owner}: disabled until {declaration.disabled.until} has passed, so it ran as unstable"
+            text = f"{owner}: disabled until {declaration.disabled.until} has passed, so it ran as unstable"
+            return declaration.disabled.reason, text
         if expired:
             warnings.append(f"{place}: disabled until {declaration.disabled.until} has passed; still excluded")
         text = f"{declaration.disabled.reason} ({declaration.disabled.issue}, until {declaration.disabled.until})"
@@ -160,7 +163,10 @@ def _switches(
         expired = declaration.unstable.until < day
         if expired:
             warnings.append(f"{place}: unstable until {declaration.unstable.until} has passed")
-        return True, f"{owner}: unstable until {declaration.unstable.until} has passed" if expired else None
+        return (
+            declaration.unstable.reason,
+            f"{owner}: unstable until {declaration.unstable.until} has passed" if expired else None,
+        )
     return None
 
 
