@@ -7,6 +7,7 @@ besides the gradient, memory is bounded by `chunk_rows` rows in fp32 (CPU) or no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,15 +73,15 @@ def vocab_parallel_scores(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(log-probs, entropy or None) in one pass; `entropy` is none, value (no gradient) or gradient."""
     check_temperature(temperature)
-    check_targets(targets, vocab_size)
+    refuse_outside = target_check(targets, vocab_size)
     start = group_rank(group) * logits.shape[1]
     valid = min(max(vocab_size - start, 0), logits.shape[1])
     if group_size(group) * logits.shape[1] < vocab_size:
         raise ValueError(
             f"logits: {group_size(group)} shards of {logits.shape[1]} columns hold no vocabulary of {vocab_size}"
         )
-    columns = torch.where((targets >= start) & (targets < start + valid), targets - start, -1)
-    log_probs, full = _Scores.apply(logits, columns, group, valid, temperature, chunk_rows, entropy)
+    log_probs, full = _Scores.apply(logits, targets, group, start, valid, temperature, chunk_rows, entropy)
+    refuse_outside()
     return log_probs, None if entropy == "none" else full
 
 
@@ -92,12 +93,32 @@ def check_temperature(temperature: float) -> None:
         )
 
 
-def check_targets(targets: torch.Tensor, vocab_size: int) -> None:
-    """One device sync: a wrong id would otherwise train silently."""
-    outside = (targets < 0) | (targets >= vocab_size)
-    if bool(outside.any()):
-        at = int(outside.nonzero()[0])
-        raise ValueError(f"target {int(targets[at])} at index {at} is outside the vocabulary of {vocab_size} tokens")
+def target_check(targets: torch.Tensor, vocab_size: int) -> Callable[[], None]:
+    """Start looking for ids outside the vocabulary; the returned call raises `ValueError` with the first index.
+
+    On a GPU the answer travels while the caller's next kernels are queued: the device never waits for the host.
+    """
+    if targets.numel() == 0:
+        return lambda: None
+    extremes = torch.stack(torch.aminmax(targets))
+    arrived: torch.cuda.Event | None = None
+    if extremes.is_cuda:
+        pinned = torch.empty(2, dtype=extremes.dtype, pin_memory=True)
+        extremes = pinned.copy_(extremes, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def refuse_outside() -> None:
+        if arrived is not None:
+            arrived.synchronize()
+        low, high = extremes.tolist()
+        if low < 0 or high >= vocab_size:
+            at = int(((targets < 0) | (targets >= vocab_size)).nonzero()[0])
+            raise ValueError(
+                f"target {int(targets[at])} at index {at} is outside the vocabulary of {vocab_size} tokens"
+            )
+
+    return refuse_outside
 
 
 class _Scores(torch.autograd.Function):
@@ -105,8 +126,9 @@ class _Scores(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         logits: torch.Tensor,
-        columns: torch.Tensor,
+        targets: torch.Tensor,
         group: dist.ProcessGroup | None,
+        start: int,
         valid: int,
         temperature: float,
         chunk_rows: int,
@@ -114,7 +136,13 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with_entropy = entropy != "none"
         stats = row_stats(
-            logits, columns, valid=valid, temperature=temperature, with_entropy=with_entropy, chunk_rows=chunk_rows
+            logits,
+            targets,
+            offset=start,
+            valid=valid,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            chunk_rows=chunk_rows,
         )
         parts = [stats.total, stats.target] if stats.weighted is None else [stats.total, stats.target, stats.weighted]
         maximum = stats.maximum
@@ -129,25 +157,26 @@ class _Scores(torch.autograd.Function):
         lse = maximum + parts[0].log()
         log_probs = parts[1] - lse
         full = lse - parts[2] / parts[0] if with_entropy else torch.zeros_like(lse)
-        ctx.save_for_backward(logits, columns, lse, full)
-        ctx.options = (valid, temperature, chunk_rows, entropy)
+        ctx.save_for_backward(logits, targets, lse, full)
+        ctx.options = (start, valid, temperature, chunk_rows, entropy)
         if entropy != "gradient":
             ctx.mark_non_differentiable(full)
         return log_probs, full
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        logits, columns, lse, full = ctx.saved_tensors
-        valid, temperature, chunk_rows, entropy = ctx.options
+        logits, targets, lse, full = ctx.saved_tensors
+        start, valid, temperature, chunk_rows, entropy = ctx.options
         grad = logits_gradient(
             logits,
-            columns,
+            targets,
             lse,
             grad_log_probs,
+            offset=start,
             entropy=full if entropy == "gradient" else None,
             grad_entropy=grad_entropy if entropy == "gradient" else None,
             valid=valid,
             temperature=temperature,
             chunk_rows=chunk_rows,
         )
-        return grad, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None

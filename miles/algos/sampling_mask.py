@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from miles.algos.collectives import all_reduce, group_rank, group_size
-from miles.algos.logprobs import check_targets, check_temperature, vocab_parallel_scores
+from miles.algos.logprobs import check_temperature, target_check, vocab_parallel_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def support_log_probs(
     Deterministic: rows are reduced in order, and the backward writes each unique (row, id) once.
     """
     check_temperature(temperature)
-    check_targets(targets, vocab_size)
+    target_check(targets, vocab_size)()
     n = len(logits)
     if len(offsets) != n + 1:
         raise ValueError(f"support: {len(offsets) - 1} rows for {n} logit rows; pass the masks of these tokens")

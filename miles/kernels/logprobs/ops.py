@@ -23,13 +23,14 @@ class Tuning:
     """Launch shapes, measured on an H200 at V = 151,936 (benchmarks/logprobs.py)."""
 
     stats_warps: int = 8
-    stats_depth: int = 4
-    gradient_warps: int = 8
-    gradient_block: int = 16384
+    stats_depth: int = 8
+    gradient_warps: int = 4
+    gradient_block: int = 2048
     fused_warps: int = 16
-    fused_depth: int = 4
-    fused_programs_per_sm: int = 1
+    fused_depth: int = 2
+    fused_programs_per_sm: int = 2
     fused_stages: int = 1
+    fused_keep: bool = False
 
 
 DEFAULT_TUNING = Tuning()
@@ -39,11 +40,11 @@ def _uses_triton(logits: torch.Tensor, force: bool | None) -> bool:
     return logits.is_cuda if force is None else force
 
 
-def _check(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> None:
+def _check(logits: torch.Tensor, targets: torch.Tensor, valid: int) -> None:
     if logits.ndim != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits: expected [n, V] with contiguous rows, got {list(logits.shape)} {logits.stride()}")
-    if columns.shape != (len(logits),):
-        raise ValueError(f"targets: expected [{len(logits)}], got {list(columns.shape)}")
+    if targets.shape != (len(logits),):
+        raise ValueError(f"targets: expected [{len(logits)}], got {list(targets.shape)}")
     if not 0 <= valid <= logits.shape[1]:
         raise ValueError(f"valid columns: {valid} of {logits.shape[1]}")
 
@@ -55,9 +56,10 @@ def _lanes(warps: int, dtype: torch.dtype) -> int:
 
 def row_stats(
     logits: torch.Tensor,
-    columns: torch.Tensor,
+    targets: torch.Tensor,
     *,
     valid: int,
+    offset: int = 0,
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk_rows: int = 1024,
@@ -66,12 +68,19 @@ def row_stats(
 ) -> RowStats:
     """What this shard knows of each row of logits [n, V_local] (fp32, bf16 or fp16); see `RowStats`.
 
-    columns: int64 [n], the target's column here or -1. `chunk_rows` bounds the reference's memory only.
+    targets: int64 [n], ids; column j here is id `offset + j`, and `valid` columns belong to the vocabulary.
+    `chunk_rows` bounds the reference's memory only.
     """
-    _check(logits, columns, valid)
+    _check(logits, targets, valid)
     if not _uses_triton(logits, triton):
         return reference_row_stats(
-            logits, columns, valid=valid, temperature=temperature, with_entropy=with_entropy, chunk_rows=chunk_rows
+            logits,
+            targets,
+            offset=offset,
+            valid=valid,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            chunk_rows=chunk_rows,
         )
     from miles.kernels.logprobs.triton_kernels import stats_kernel
 
@@ -80,12 +89,13 @@ def row_stats(
     if n:
         stats_kernel[(n,)](
             logits,
-            columns,
+            targets,
             out[0],
             out[1],
             out[2],
             out[3],
             logits.stride(0),
+            offset,
             valid,
             math.log2(math.e) / temperature,
             DEPTH=tuning.stats_depth,
@@ -98,27 +108,29 @@ def row_stats(
 
 def logits_gradient(
     logits: torch.Tensor,
-    columns: torch.Tensor,
+    targets: torch.Tensor,
     lse: torch.Tensor,
     grad_log_probs: torch.Tensor,
     *,
     entropy: torch.Tensor | None = None,
     grad_entropy: torch.Tensor | None = None,
     valid: int,
+    offset: int = 0,
     temperature: float = 1.0,
     chunk_rows: int = 1024,
     triton: bool | None = None,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> torch.Tensor:
     """Gradient with respect to the logits, same shape and dtype. lse, grad_log_probs: fp32 [n], global over shards."""
-    _check(logits, columns, valid)
+    _check(logits, targets, valid)
     with_entropy = entropy is not None and grad_entropy is not None
     if not _uses_triton(logits, triton):
         return reference_logits_gradient(
             logits,
-            columns,
+            targets,
             lse,
             grad_log_probs,
+            offset=offset,
             entropy=entropy,
             grad_entropy=grad_entropy,
             valid=valid,
@@ -131,16 +143,17 @@ def logits_gradient(
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     grad_log_probs = grad_log_probs.contiguous()
     if n:
-        gradient_kernel[(n, -(-width // tuning.gradient_block))](
+        gradient_kernel[(n * -(-width // tuning.gradient_block),)](
             logits,
             grad,
-            columns,
+            targets,
             lse,
             grad_log_probs,
             entropy if with_entropy else lse,
             grad_entropy.contiguous() if with_entropy and grad_entropy is not None else lse,
             logits.stride(0),
             grad.stride(0),
+            offset,
             width,
             valid,
             math.log2(math.e) / temperature,
@@ -154,7 +167,7 @@ def logits_gradient(
 
 def fused_policy_loss(
     logits: torch.Tensor,
-    columns: torch.Tensor,
+    targets: torch.Tensor,
     term: PolicyTerm,
     *,
     valid: int,
@@ -168,10 +181,10 @@ def fused_policy_loss(
 
     `inplace` writes the gradient over the logits, which the caller must own and no longer need.
     """
-    _check(logits, columns, valid)
+    _check(logits, targets, valid)
     if not _uses_triton(logits, triton):
         losses, log_probs, grad = reference_fused_policy_loss(
-            logits, columns, term, valid=valid, temperature=temperature, chunk_rows=chunk_rows
+            logits, targets, term, valid=valid, temperature=temperature, chunk_rows=chunk_rows
         )
         return losses, log_probs, logits.copy_(grad) if inplace else grad
     from miles.kernels.logprobs.triton_kernels import fused_kernel
@@ -185,7 +198,7 @@ def fused_policy_loss(
         fused_kernel[(programs,)](
             logits,
             grad,
-            columns,
+            targets,
             term.advantages if term.old is None else term.old,
             term.advantages,
             term.weights,
@@ -206,6 +219,7 @@ def fused_policy_loss(
             LOSS=_LOSSES.index(term.loss),
             ON_POLICY=term.old is None,
             STAGES=tuning.fused_stages,
+            KEEP=tuning.fused_keep,
             num_warps=tuning.fused_warps,
         )
     return out[0], out[1], grad

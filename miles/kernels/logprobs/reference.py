@@ -44,15 +44,17 @@ class PolicyTerm:
 
 def reference_row_stats(
     logits: torch.Tensor,
-    columns: torch.Tensor,
+    targets: torch.Tensor,
     *,
+    offset: int,
     valid: int,
     temperature: float,
     with_entropy: bool,
     chunk_rows: int,
 ) -> RowStats:
-    """See `RowStats`. columns: int64 [n], the target's column in this shard, or -1."""
+    """See `RowStats`. targets: int64 [n], ids; this shard holds ids `offset` to `offset + valid - 1`."""
     n = len(logits)
+    columns = local_columns(targets, offset, valid)
     out = torch.empty((4 if with_entropy else 3, n), dtype=torch.float32, device=logits.device)
     if valid == 0:
         out.zero_()
@@ -76,12 +78,18 @@ def reference_row_stats(
     return RowStats(out[0], out[1], out[2], out[3] if with_entropy else None)
 
 
+def local_columns(targets: torch.Tensor, offset: int, valid: int) -> torch.Tensor:
+    """Column of each target in this shard, -1 where it lives elsewhere."""
+    return torch.where((targets >= offset) & (targets < offset + valid), targets - offset, -1)
+
+
 def reference_logits_gradient(
     logits: torch.Tensor,
-    columns: torch.Tensor,
+    targets: torch.Tensor,
     lse: torch.Tensor,
     grad_log_probs: torch.Tensor,
     *,
+    offset: int,
     entropy: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
     valid: int,
@@ -93,6 +101,7 @@ def reference_logits_gradient(
     dlogp/dz_j = [j = target] - p_j; dH/dz_j = -p_j (log p_j + H).
     """
     grad = torch.zeros_like(logits)
+    columns = local_columns(targets, offset, valid)
     for start in range(0, len(logits) if valid else 0, chunk_rows):
         rows = slice(start, start + chunk_rows)
         log_p = _scaled(logits[rows, :valid], temperature).sub_(lse[rows, None])
@@ -131,11 +140,11 @@ def policy_term_loss(log_probs: torch.Tensor, term: PolicyTerm) -> torch.Tensor:
 
 
 def reference_fused_policy_loss(
-    logits: torch.Tensor, columns: torch.Tensor, term: PolicyTerm, *, valid: int, temperature: float, chunk_rows: int
+    logits: torch.Tensor, targets: torch.Tensor, term: PolicyTerm, *, valid: int, temperature: float, chunk_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss x weight [n], log-probs [n], gradient of the sum of the losses with respect to the logits)."""
     stats = reference_row_stats(
-        logits, columns, valid=valid, temperature=temperature, with_entropy=False, chunk_rows=chunk_rows
+        logits, targets, offset=0, valid=valid, temperature=temperature, with_entropy=False, chunk_rows=chunk_rows
     )
     lse = stats.maximum + stats.total.log()
     log_probs = (stats.target - lse).requires_grad_(True)
@@ -144,9 +153,10 @@ def reference_fused_policy_loss(
         (slope,) = torch.autograd.grad(losses.sum(), log_probs)
     grad = reference_logits_gradient(
         logits,
-        columns,
+        targets,
         lse,
         slope,
+        offset=0,
         entropy=None,
         grad_entropy=None,
         valid=valid,

@@ -22,9 +22,25 @@ _CISPO = tl.constexpr(CISPO)
 
 
 @triton.jit
-def _accumulate(base, start, valid, scale, m, s, w, DEPTH: tl.constexpr, LANES: tl.constexpr, ENTROPY: tl.constexpr):
+def _accumulate(
+    base,
+    start,
+    valid,
+    scale,
+    m,
+    s,
+    w,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     cols = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    y = tl.load(base + cols, mask=cols < valid, other=-float("inf")).to(tl.float32) * scale
+    if KEEP:
+        y = tl.load(base + cols, mask=cols < valid, other=-float("inf"), eviction_policy="evict_last")
+    else:
+        y = tl.load(base + cols, mask=cols < valid, other=-float("inf"))
+    y = y.to(tl.float32) * scale
     y = tl.maximum(y, _LOWEST)
     new = tl.maximum(m, tl.max(y, axis=0))
     shrink = tl.exp2(m - new)
@@ -38,12 +54,13 @@ def _accumulate(base, start, valid, scale, m, s, w, DEPTH: tl.constexpr, LANES: 
 @triton.jit
 def stats_kernel(
     logits,
-    columns,
+    targets,
     out_max,
     out_sum,
     out_target,
     out_weighted,
     stride,
+    offset,
     valid,
     scale,
     DEPTH: tl.constexpr,
@@ -53,16 +70,17 @@ def stats_kernel(
     """One program per row: max, sum, target and (ENTROPY) weighted sum, in natural units."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
+    at = tl.load(targets + row) - offset
+    here = (at >= 0) & (at < valid)
+    picked = tl.load(base + tl.where(here, at, 0), mask=here, other=0.0).to(tl.float32) * scale * _LN2
     m = tl.full([LANES], _LOWEST, tl.float32)
     s = tl.zeros([LANES], tl.float32)
     w = tl.zeros([LANES], tl.float32)
     for start in range(0, valid, DEPTH * LANES):
-        m, s, w = _accumulate(base, start, valid, scale, m, s, w, DEPTH, LANES, ENTROPY)
+        m, s, w = _accumulate(base, start, valid, scale, m, s, w, DEPTH, LANES, ENTROPY, False)
     top = tl.max(m, axis=0)
     shrink = tl.exp2(m - top)
     total = tl.sum(s * shrink, axis=0)
-    at = tl.load(columns + row)
-    picked = tl.load(base + tl.maximum(at, 0), mask=at >= 0, other=0.0).to(tl.float32) * scale * _LN2
     tl.store(out_max + row, tl.where(valid > 0, top * _LN2, -float("inf")))
     tl.store(out_sum + row, total)
     tl.store(out_target + row, picked)
@@ -74,13 +92,14 @@ def stats_kernel(
 def gradient_kernel(
     logits,
     grad,
-    columns,
+    targets,
     lse,
     grad_log_probs,
     entropy,
     grad_entropy,
     stride,
     grad_stride,
+    offset,
     width,
     valid,
     scale,
@@ -88,15 +107,17 @@ def gradient_kernel(
     BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """One program per (row, block of columns)."""
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """One program per (row, block of columns); neighbouring programs share a row."""
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(logits + row * stride + cols, mask=cols < valid, other=-float("inf")).to(tl.float32) * scale
     log2_p = y - tl.load(lse + row) * _LOG2E
     p = tl.exp2(log2_p)
     g = tl.load(grad_log_probs + row) * inv_temperature
-    at = tl.load(columns + row)
-    out = tl.where(cols == at, g, 0.0) - p * g
+    at = tl.load(targets + row) - offset
+    # A target in padded columns of this shard would be another shard's id.
+    out = tl.where((cols == at) & (cols < valid), g, 0.0) - p * g
     if ENTROPY:
         h = tl.load(entropy + row)
         gh = tl.load(grad_entropy + row) * inv_temperature
@@ -128,7 +149,7 @@ def _slope(log_prob, old, advantage, low, high, dual_c, LOSS: tl.constexpr):
 def fused_kernel(
     logits,
     grad,
-    columns,
+    targets,
     old,
     advantages,
     weights,
@@ -149,35 +170,36 @@ def fused_kernel(
     LOSS: tl.constexpr,
     ON_POLICY: tl.constexpr,
     STAGES: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """Persistent: program p takes rows p, p + programs, ... `grad` may be `logits` itself."""
     row = tl.program_id(0).to(tl.int64)
     while row < rows:
         base = logits + row * stride
+        # Scalars first: their latency hides behind the pass over the row.
+        at = tl.load(targets + row)
+        picked = tl.load(base + at).to(tl.float32)
+        weight = tl.load(weights + row)
+        advantage = tl.load(advantages + row)
+        before = tl.load(old + row)
         m = tl.full([LANES], _LOWEST, tl.float32)
         s = tl.zeros([LANES], tl.float32)
         w = tl.zeros([LANES], tl.float32)
         for start in tl.range(0, valid, DEPTH * LANES, num_stages=STAGES):
-            m, s, w = _accumulate(base, start, valid, scale, m, s, w, DEPTH, LANES, False)
+            m, s, w = _accumulate(base, start, valid, scale, m, s, w, DEPTH, LANES, False, KEEP)
         top = tl.max(m, axis=0)
         lse2 = top + tl.log2(tl.sum(s * tl.exp2(m - top), axis=0))
-        at = tl.load(columns + row)
-        log_prob = (tl.load(base + at).to(tl.float32) * scale - lse2) * _LN2
-        weight = tl.load(weights + row)
-        active = weight != 0
+        log_prob = (picked * scale - lse2) * _LN2
         if ON_POLICY:
             before = log_prob
-        else:
-            before = tl.load(old + row)
-        loss, slope = _slope(log_prob, before, tl.load(advantages + row), low, high, dual_c, LOSS)
+        loss, slope = _slope(log_prob, before, advantage, low, high, dual_c, LOSS)
+        active = weight != 0
         tl.store(out_loss + row, tl.where(active, loss * weight, 0.0))
         tl.store(out_log_prob + row, log_prob)
         g = tl.where(active, slope * weight, 0.0) * inv_temperature
-        # Everyone has read the target's logit before the gradient may overwrite it in place.
-        tl.debug_barrier()
         out_base = grad + row * grad_stride
         tiles = tl.cdiv(width, DEPTH * LANES)
-        # Backwards: what was read last is still in L2.
+        # Backwards: what was read last is still in L2. In place is safe: each thread overwrites what it read.
         for i in tl.range(0, tiles, num_stages=STAGES):
             start = (tiles - 1 - i) * (DEPTH * LANES)
             cols = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
