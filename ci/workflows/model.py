@@ -140,9 +140,10 @@ class Workflow:
             if unknown:
                 raise WorkflowError(f"{path}: job {job.id} needs {unknown[0]!r}, which does not exist")
         workflow = cls(path, str(raw.get("name", path)), _triggers(raw["on"]), jobs, raw)
-        workflow.order()
+        workflow.order  # noqa: B018 - a cycle is an error of loading
         return workflow
 
+    @functools.cached_property
     def order(self) -> list[str]:
         """Job ids so that each comes after its needs; a cycle is a `WorkflowError`."""
         done: dict[str, None] = {}

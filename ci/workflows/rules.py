@@ -87,7 +87,9 @@ def _pr_rules(fleet: Fleet, backends: tuple[str, ...], before: tuple[str, ...], 
     rules: dict[str, Rule] = {}
     if gpu:
         cadences, counts = bool(gates), (*gpu[:1], *gates)
-        rules["resolve-deps"] = Rule("follows the row of the stages it serves", chain, (*base, *gates), counts, cadences)
+        rules["resolve-deps"] = Rule(
+            "follows the row of the stages it serves", chain, (*base, *gates), counts, cadences
+        )
         if builds:
             rules["docker-build"] = Rule(
                 "follows the row of the stages it serves; nothing selected builds no image",
@@ -128,7 +130,9 @@ def _comment_events() -> tuple[dict[str, Any], ...]:
     for pull in ({"url": "https://example.invalid"}, None):
         for kind in ("User", "Bot"):
             for body in ("/help", "thanks"):
-                found.append({"issue": {"number": 1, "pull_request": pull}, "comment": {"user": {"type": kind}, "body": body}})
+                found.append(
+                    {"issue": {"number": 1, "pull_request": pull}, "comment": {"user": {"type": kind}, "body": body}}
+                )
     return tuple(found)
 
 
@@ -137,25 +141,27 @@ def _is_command(event: Mapping[str, Any]) -> bool:
     return bool(event["issue"]["pull_request"]) and human and "/" in event["comment"]["body"]
 
 
+def _leg_rule(backend: str) -> Rule:
+    def runs(state: State) -> bool:
+        return not state.cancelled and state.ok("resolve") and state.counts[backend] > 0
+
+    return Rule("runs iff resolve succeeded and selected something", runs, ("resolve",), (backend,))
+
+
 def _bot_rules() -> dict[str, dict[str, Rule]]:
     comment = Rule(
         "people's comments on pull requests that hold a slash, unless cancelled",
         lambda state: not state.cancelled and _is_command(state.event), events=_comment_events(),
     )  # fmt: skip
-    labelled = tuple({"action": a, "label": {"name": n}} for a in ("labeled", "synchronize") for n in ("ok-to-test", "bug"))
+    labelled = tuple(
+        {"action": a, "label": {"name": n}} for a in ("labeled", "synchronize") for n in ("ok-to-test", "bug")
+    )
     approve = Rule(
         "a push, or the label ok-to-test",
         lambda state: not state.cancelled and (state.event["action"] == "synchronize" or state.event["label"]["name"] == "ok-to-test"),
         events=labelled,
     )  # fmt: skip
-    legs = {
-        f"run-{backend}": Rule(
-            "runs iff resolve succeeded and selected something",
-            lambda state, backend=backend: not state.cancelled and state.ok("resolve") and state.counts[backend] > 0,
-            ("resolve",), (backend,),
-        )
-        for backend in ("cpu", "cuda", "rocm")
-    }  # fmt: skip
+    legs = {f"run-{backend}": _leg_rule(backend) for backend in ("cpu", "cuda", "rocm")}
     resolve = Rule("a failed announcement does not stop the run", lambda state: not state.cancelled, ("announce",))
     return {
         "approve-trusted.yml": {"approve": approve},
@@ -169,11 +175,19 @@ def _bot_rules() -> dict[str, dict[str, Rule]]:
 
 def rules_for(fleet: Fleet) -> dict[str, dict[str, Rule]]:
     """File name -> job id -> rule, for every generated file."""
-    single = {"_run-ci-rocm.yml": "run", "_run-ci.yml": "run", "_run-cpu-ci.yml": "run", "docker-build.yml": "build", "registry-scan.yml": "scan"}
+    single = {
+        "_run-ci-rocm.yml": "run",
+        "_run-ci.yml": "run",
+        "_run-cpu-ci.yml": "run",
+        "docker-build.yml": "build",
+        "registry-scan.yml": "scan",
+    }
     found: dict[str, dict[str, Rule]] = {name: {job: START} for name, job in single.items()}
     found["pr-test.yml"] = {"plan": START, **_pr_rules(fleet, ("cpu", "cuda"), (), builds=True)}
     if suites_of(fleet, "rocm"):
-        allowed = Rule("plans only what was authorised", lambda s: not s.cancelled and s.ok("authorise"), ("authorise",))
+        allowed = Rule(
+            "plans only what was authorised", lambda s: not s.cancelled and s.ok("authorise"), ("authorise",)
+        )
         rocm = _pr_rules(fleet, ("rocm",), ("authorise",), builds=False)
         found["pr-test-rocm.yml"] = {"authorise": START, "plan": allowed, **rocm}
     for name in ("nightly.yml", "weekly.yml", "release.yml"):

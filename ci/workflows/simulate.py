@@ -70,7 +70,9 @@ class JobState:
 Resolver = Callable[[str], Workflow]
 
 
-def status_of(closure: frozenset[str], states: Mapping[str, JobState], cancelled: bool) -> dict[str, Callable[[], bool]]:
+def status_of(
+    closure: frozenset[str], states: Mapping[str, JobState], cancelled: bool
+) -> dict[str, Callable[[], bool]]:
     """The four status functions for a job whose transitive needs are `closure`."""
     results = {states[name].result for name in closure}
     success, failure = results <= {"success"}, "failure" in results
@@ -88,21 +90,22 @@ def simulate(
     results: Mapping[str, Outcome | str] | None = None,
     *,
     resolve: Resolver | None = None,
+    explain: bool = True,
     _depth: int = 0,
     _prefix: str = "",
 ) -> dict[str, JobState]:
     """States of all jobs. `results` keys are job ids, `caller/inner` inside a reusable workflow.
 
     `resolve` loads a called local workflow (`./.github/workflows/x.yml`); without it calls are treated like
-    plain jobs. Raises `WorkflowError` for what GitHub refuses at start (unknown input, depth, permissions).
+    plain jobs. `explain=False` leaves reasons of skipped jobs empty (they cost most of the time). Raises `WorkflowError` for what GitHub refuses at start (unknown input, depth, permissions).
     """
     base = event.contexts()
     states: dict[str, JobState] = {}
-    for job_id in workflow.order():
+    for job_id in workflow.order:
         job = workflow.jobs[job_id]
         needs = {n: {"result": states[n].result, "outputs": dict(states[n].outputs)} for n in job.needs}
         env = Env({**base, "needs": needs}, status_of(workflow.closure(job_id), states, event.cancelled))
-        run = _Run(workflow, job, event, env, results or {}, states, resolve, _depth, _prefix)
+        run = _Run(workflow, job, event, env, results or {}, states, resolve, explain, _depth, _prefix)
         states[job_id] = run.state()
     return states
 
@@ -116,6 +119,7 @@ class _Run:
     results: Mapping[str, Outcome | str]
     states: Mapping[str, JobState]
     resolve: Resolver | None
+    explain: bool
     depth: int
     prefix: str
 
@@ -126,7 +130,7 @@ class _Run:
         except ExpressionError as error:
             raise WorkflowError(f"{self.workflow.path}: job {job.id}: {error}") from error
         if not wanted:
-            return JobState("skipped", self.why_not(), self.empty_outputs())
+            return JobState("skipped", self.why_not() if self.explain else "", self.empty_outputs())
         legs = self.expand()
         if legs is not None and not legs:
             return JobState("failure", "error: the matrix has no values", self.empty_outputs())
@@ -203,6 +207,7 @@ class _Run:
         given = self.results.get(self.prefix + self.job.id)
         merged: dict[str, JobState] = {}
         leg_results: list[str] = []
+        inputs: dict[str, Any] = {}
         for at, leg in enumerate(legs or [{}]):
             inputs = self.call_inputs(called, leg)
             event = Event(
@@ -214,6 +219,7 @@ class _Run:
                 event,
                 results,
                 resolve=self.resolve,
+                explain=self.explain,
                 _depth=self.depth + 1,
                 _prefix=f"{self.prefix}{self.job.id}/",
             )
@@ -221,7 +227,7 @@ class _Run:
             merged |= {f"{name}[{at}]" if legs is not None else name: state for name, state in inner.items()}
         if legs is not None:
             leg_results = matrix_results(leg_results, fail_fast=self.job.strategy.get("fail-fast", True) is not False)
-        outputs = self.call_outputs(called, merged if legs is None else {})
+        outputs = self.call_outputs(called, merged if legs is None else {}, inputs)
         return JobState(
             worst(leg_results), f"called {called.path}", outputs, tuple(leg_results if legs else ()), merged
         )
@@ -255,10 +261,13 @@ class _Run:
                 inputs[name] = spec.get("default", {"boolean": False, "number": 0}.get(spec.get("type", "string"), ""))
         return inputs
 
-    def call_outputs(self, called: Workflow, inner: Mapping[str, JobState]) -> dict[str, str]:
+    def call_outputs(
+        self, called: Workflow, inner: Mapping[str, JobState], inputs: Mapping[str, Any]
+    ) -> dict[str, str]:
         declared = (called.on.get("workflow_call") or {}).get("outputs") or {}
         jobs = {name: {"result": state.result, "outputs": dict(state.outputs)} for name, state in inner.items()}
-        env = Env({"jobs": normalise(jobs), **{n: self.env.contexts[n] for n in ("github", "inputs", "vars")}})
+        around = {name: self.env.contexts[name] for name in ("github", "vars")}
+        env = Env({**around, "inputs": normalise(dict(inputs)), "jobs": normalise(jobs)})
         return {name: to_text(interpolate(spec["value"], env)) for name, spec in declared.items()}
 
 

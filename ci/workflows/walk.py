@@ -12,7 +12,6 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ci.fleet import Fleet
 from ci.workflows.expr import Env, context_paths, is_truthy, status_functions
@@ -73,7 +72,11 @@ def _differences(state: State, rule: Rule) -> tuple[tuple[str, str], ...]:
     out += [(f"selected in {name}", "0") for name, count in state.counts.items() if count == 0]
     if state.cadence != "regular":
         out.append(("cadence", state.cadence))
-    flags = {"label bypass-fastfail": state.bypass_label, "image must be built": state.image_needed, "run cancelled": state.cancelled}
+    flags = {
+        "label bypass-fastfail": state.bypass_label,
+        "image must be built": state.image_needed,
+        "run cancelled": state.cancelled,
+    }
     out += [(name, "yes") for name, value in flags.items() if value]
     if state.event:
         out.append(("event", str(dict(state.event))))
@@ -101,12 +104,14 @@ def states_of(workflow: Workflow, job: Job, rule: Rule) -> Iterator[State]:
         names |= workflow.closure(job.id)
     names &= set(workflow.jobs)
     ordered = sorted(names)
+    selections = [
+        dict(zip(rule.counts, counts, strict=True)) for counts in itertools.product((1, 0), repeat=len(rule.counts))
+    ]
     cadences = CADENCES if rule.cadences else ("regular",)
     flag = (False, True)
     for results in itertools.product(RESULTS, repeat=len(ordered)):
         assigned = dict(zip(ordered, results, strict=True))
-        for counts in itertools.product((1, 0), repeat=len(rule.counts)):
-            selected = dict(zip(rule.counts, counts, strict=True))
+        for selected in selections:
             for cadence, bypass, image, cancelled, event in itertools.product(
                 cadences, flag if rule.cadences else (False,), flag if rule.image else (False,), flag, rule.events
             ):
@@ -130,16 +135,34 @@ def runs(workflow: Workflow, job: Job, state: State, fleet: Fleet) -> bool:
     return is_truthy(job.gate(Env({"needs": needs, "github": github, "inputs": {}, "vars": {}}, functions)))
 
 
-def walk_job(workflow: Workflow, name: str, job: Job, rule: Rule, fleet: Fleet) -> tuple[int, Violation | None]:
-    """Number of states tried and the smallest violation."""
+def walk_job(
+    workflow: Workflow, name: str, job: Job, rule: Rule, fleet: Fleet, *, first: bool = False
+) -> tuple[int, Violation | None]:
+    """Number of states tried and the smallest violation (with `first`, the first one found)."""
     tried, best = 0, None
+    # The workflow sees the cadence only through `bypass`: states that look the same to it are evaluated once.
+    seen: dict[tuple[object, ...], bool] = {}
     for state in states_of(workflow, job, rule):
         tried += 1
         must = rule.runs(state)
-        if runs(workflow, job, state, fleet) != must:
-            found = Violation(name, job.id, must, rule.why, _differences(state, rule), job.condition or "(none: implicit success())")
+        key = (
+            *state.results.values(),
+            *state.counts.values(),
+            state.bypass(fleet),
+            state.image_needed,
+            state.cancelled,
+        )
+        key = (*key, id(state.event))
+        if key not in seen:
+            seen[key] = runs(workflow, job, state, fleet)
+        if seen[key] != must:
+            found = Violation(
+                name, job.id, must, rule.why, _differences(state, rule), job.condition or "(none: implicit success())"
+            )
             if best is None or found.weight < best.weight:
                 best = found
+            if first:
+                break
     return tried, best
 
 
@@ -164,13 +187,19 @@ def walk(workflows: Mapping[str, Workflow], fleet: Fleet) -> WalkReport:
         for job in workflow.jobs.values():
             rule = rules.get(name, {}).get(job.id)
             if rule is None:
-                found.append(Violation(name, job.id, False, "every job needs a rule in ci/workflows/rules.py", (), str(job.condition)))
+                found.append(
+                    Violation(
+                        name, job.id, False, "every job needs a rule in ci/workflows/rules.py", (), str(job.condition)
+                    )
+                )
                 continue
             count, violation = walk_job(workflow, name, job, rule, fleet)
             tried[name] += count
             found += [violation] if violation else []
         missing = sorted(set(rules.get(name, {})) - set(workflow.jobs))
-        found += [Violation(name, job, True, "the registry asks for this job", (), "(the job is absent)") for job in missing]
+        found += [
+            Violation(name, job, True, "the registry asks for this job", (), "(the job is absent)") for job in missing
+        ]
     for name in ("pr-test.yml", "pr-test-rocm.yml"):
         if name in workflows:
             count, violations = walk_forward(workflows, name, fleet)
@@ -183,14 +212,20 @@ def walk(workflows: Mapping[str, Workflow], fleet: Fleet) -> WalkReport:
 def _scenarios(workflow: Workflow, fleet: Fleet) -> Iterator[tuple[State, dict[str, str]]]:
     """Whole runs: gate, plan and authorisation end in every way, at most one image job ends badly."""
     suites = [name for name in workflow.jobs if name in fleet.suites]
-    firsts = [name for name in ("authorise", "plan", *suites) if name in workflow.jobs and _gates_something(workflow, name, fleet)]
+    firsts = [
+        name
+        for name in ("authorise", "plan", *suites)
+        if name in workflow.jobs and _gates_something(workflow, name, fleet)
+    ]
     chain = [name for name in ("resolve-deps", "docker-build", "resolve-image") if name in workflow.jobs]
     troubles = [{}, *({name: bad} for name in chain for bad in ("failure", "cancelled"))]
     for endings in itertools.product(("success", "failure", "cancelled"), repeat=len(firsts)):
         for trouble, cpu, gpu in itertools.product(troubles, (1, 0), (1, 0)):
             counts = {name: cpu if fleet.suites[name].backend == "cpu" else gpu for name in suites}
             results: dict[str, str] = dict(zip(firsts, endings, strict=True)) | trouble
-            for cadence, label, image, cancelled in itertools.product(CADENCES, (False, True), (False, True), (False, True)):
+            for cadence, label, image, cancelled in itertools.product(
+                CADENCES, (False, True), (False, True), (False, True)
+            ):
                 yield State({}, counts, cadence, label, image, cancelled), results
 
 
@@ -202,26 +237,52 @@ def walk_forward(workflows: Mapping[str, Workflow], name: str, fleet: Fleet) -> 
     """Simulate whole runs and compare each stage with its rule on the results that really occurred."""
     workflow, rules = workflows[name], rules_for(fleet)[name]
     best: dict[str, Violation] = {}
+    simulated: dict[tuple[object, ...], dict[str, str]] = {}
     tried = 0
     for scenario, endings in _scenarios(workflow, fleet):
         tried += 1
-        outcomes: dict[str, Outcome | str] = {
-            job: Outcome(endings.get(job, "success"), job_outputs(job, scenario, fleet) if endings.get(job, "success") == "success" else {})
-            for job in workflow.jobs
-        }
-        got = simulate(workflow, Event("x", cancelled=scenario.cancelled), outcomes)
-        seen = {job: state.result for job, state in got.items()}
-        state = State(seen, scenario.counts, scenario.cadence, scenario.bypass_label, scenario.image_needed, scenario.cancelled)
+        # Runs that look the same to the workflow are simulated once.
+        key = (
+            *endings.items(),
+            *scenario.counts.values(),
+            scenario.bypass(fleet),
+            scenario.image_needed,
+            scenario.cancelled,
+        )
+        if key not in simulated:
+            simulated[key] = _whole_run(workflow, scenario, endings, fleet)
+        seen = simulated[key]
+        state = State(
+            seen, scenario.counts, scenario.cadence, scenario.bypass_label, scenario.image_needed, scenario.cancelled
+        )
         for job, rule in rules.items():
-            if job not in got:
+            if job not in seen:
                 continue
             must = _must_run(job, rule, state, fleet)
-            if got[job].ran != must:
-                ends = State(endings, scenario.counts, state.cadence, state.bypass_label, state.image_needed, state.cancelled)
-                violation = Violation(name, job, must, f"whole run: {rule.why}", _differences(ends, rule), workflow.jobs[job].condition or "")
+            if (seen[job] != "skipped") != must:
+                ends = State(
+                    endings, scenario.counts, state.cadence, state.bypass_label, state.image_needed, state.cancelled
+                )
+                violation = Violation(
+                    name,
+                    job,
+                    must,
+                    f"whole run: {rule.why}",
+                    _differences(ends, rule),
+                    workflow.jobs[job].condition or "",
+                )
                 if job not in best or violation.weight < best[job].weight:
                     best[job] = violation
     return tried, list(best.values())
+
+
+def _whole_run(workflow: Workflow, scenario: State, endings: Mapping[str, str], fleet: Fleet) -> dict[str, str]:
+    outcomes: dict[str, Outcome | str] = {}
+    for job in workflow.jobs:
+        result = endings.get(job, "success")
+        outcomes[job] = Outcome(result, job_outputs(job, scenario, fleet) if result == "success" else {})
+    got = simulate(workflow, Event("x", cancelled=scenario.cancelled), outcomes, explain=False)
+    return {job: state.result for job, state in got.items()}
 
 
 def _must_run(job: str, rule: Rule, state: State, fleet: Fleet) -> bool:
@@ -232,7 +293,16 @@ def _must_run(job: str, rule: Rule, state: State, fleet: Fleet) -> bool:
     if not served or "failure" in _chain(state) or "cancelled" in _chain(state):
         return rule.runs(state)
     # Nothing in the chain ended badly, yet it was skipped: the stage must then be one that must not run at all.
-    return rule.runs(State({**state.results, **served}, state.counts, state.cadence, state.bypass_label, state.image_needed, state.cancelled))
+    return rule.runs(
+        State(
+            {**state.results, **served},
+            state.counts,
+            state.cadence,
+            state.bypass_label,
+            state.image_needed,
+            state.cancelled,
+        )
+    )
 
 
 def _chain(state: State) -> set[str]:
@@ -260,12 +330,18 @@ def walk_callers(workflows: Mapping[str, Workflow], fleet: Fleet) -> list[Violat
             called = resolve(str(job.uses))
             wanted[job.id] = [suite for suite in called.jobs if suite in fleet.suites]
             state = State({}, dict.fromkeys(wanted[job.id], 1), cadence)
-            outcomes |= {f"{job.id}/{inner}": Outcome("success", job_outputs(inner, state, fleet)) for inner in called.jobs}
+            outcomes |= {
+                f"{job.id}/{inner}": Outcome("success", job_outputs(inner, state, fleet)) for inner in called.jobs
+            }
             outcomes[f"{job.id}/stage-a-cpu"] = "failure"
         states = simulate(workflows[name], Event("schedule"), outcomes, resolve=resolve)
         for job_id, suites in wanted.items():
             for suite in suites:
                 inner = states[job_id].inner[suite]
                 if not inner.ran:
-                    found.append(Violation(name, f"{job_id}/{suite}", True, "gating table", (("stage-a-cpu", "failure"),), inner.reason))
+                    found.append(
+                        Violation(
+                            name, f"{job_id}/{suite}", True, "gating table", (("stage-a-cpu", "failure"),), inner.reason
+                        )
+                    )
     return found

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ci.fleet import Fleet
+from ci.workflows.generate import render
+from ci.workflows.model import Workflow
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def fleet() -> Fleet:
+    return Fleet.load(ROOT / "registry.yaml")
+
+
+@pytest.fixture(scope="session")
+def workflows(fleet: Fleet) -> Mapping[str, Workflow]:
+    """What the generator makes now, parsed; the drift test compares it with the committed files."""
+    return {Path(path).name: Workflow.from_text(text, path) for path, text in render(fleet).items()}
