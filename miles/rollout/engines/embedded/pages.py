@@ -67,7 +67,7 @@ class PagePool:
     def match(self, root: Hashable, token_pages: Sequence[bytes]) -> list[int]:
         """The longest cached chain for these full pages, with a reference taken on each."""
         found: list[int] = []
-        parent = root
+        parent: Hashable = ("root", root)
         for content in token_pages:
             page = self._page_of.get((parent, content))
             if page is None:
@@ -81,7 +81,7 @@ class PagePool:
         """Make full pages findable. Content that is cached already keeps its first page."""
         if not self.share_prefixes:
             return
-        parent = root
+        parent: Hashable = ("root", root)
         for content, page in zip(token_pages, pages, strict=True):
             key = (parent, content)
             known = self._page_of.get(key)

@@ -1,0 +1,97 @@
+"""The engine HTTP contract on the embedded engine, and what the embedded engine promises beyond it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import numpy as np
+import pytest
+from contract import PROMPT, EngineContract, EngineUnderTest, body
+
+from miles.rollout.engine import EngineClient, GenerateRequest, SamplingParams
+
+
+class TestEmbeddedEngine(EngineContract):
+    @pytest.fixture(scope="class")
+    def engine(self, engine_process):
+        return EngineUnderTest(engine_process.url, vocab_size=16)
+
+    def test_server_info_names_capabilities_and_the_probed_independence(self, http):
+        info = http.get("/server_info").json()
+        assert {"generate", "sampling_mask", "pause", "begin_end_weight_update"} <= set(info["capabilities"])
+        assert info["batch_invariant"] is True
+        assert info["eos_token_ids"] == [1]
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"text": "hello"}, "text"),
+            ({"stream": True}, "stream"),
+            ({"input_ids": [3, 99]}, "99"),
+            ({"input_ids": [3, True]}, "input_ids"),
+            ({"input_ids": [[3], []]}, "input_ids"),
+            ({"rid": ["a", "b"]}, "rid"),
+            ({"lora_path": "x"}, "lora_path"),
+            ({"sampling_params": {"frequency_penalty": 1.0}}, "frequency_penalty"),
+            ({"sampling_params": {"top_p": 0}}, "top_p"),
+            ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+            ({"sampling_params": {"max_new_tokens": 600}}, "context_length"),
+            ({"sampling_params": {"n": 4}}, "sampling_seed"),
+            ({"sampling_params": {"stop_token_ids": ["a"]}}, "stop_token_ids"),
+        ],
+    )
+    def test_what_would_be_ignored_is_refused_by_name(self, http, change, named):
+        reply = http.post("/generate", json={**body(), **change})
+        assert reply.status_code == 400
+        assert named in reply.json()["message"]
+
+    def test_end_of_sequence_stops_unless_ignored(self, http):
+        prompts = [[i, j] for i in range(2, 16) for j in range(2, 16)]
+        params = {"max_new_tokens": 60, "temperature": 1.0, "sampling_seed": 3}
+        replies = self.post(http, "/generate", {"input_ids": prompts, "sampling_params": params})
+        kinds = {r["meta_info"]["finish_reason"]["type"] for r in replies}
+        assert "stop" in kinds
+        for reply in replies:
+            ids = [p[1] for p in reply["meta_info"]["output_token_logprobs"]]
+            stopped = reply["meta_info"]["finish_reason"]["type"] == "stop"
+            assert ids.count(1) == (1 if stopped else 0)
+            assert (ids[-1] == 1) == stopped
+
+    def test_the_sampling_mask_holds_the_support_and_its_log_probs(self, engine):
+        async def ask():
+            async with EngineClient(engine.url) as client:
+                sampling = SamplingParams(max_new_tokens=8, top_p=0.7, top_k=6, ignore_eos=True)
+                request = GenerateRequest(np.array(PROMPT), sampling, seed=2, rid="m", return_sampling_mask=True)
+                return await client.generate(request)
+
+        result = asyncio.run(ask())
+        mask = result.sampling_mask
+        assert len(mask) == 8
+        assert max(np.diff(mask.offsets)) <= 6
+        mask.require_tokens(result.tokens)
+        # Renormalising over fewer tokens can only raise the log-prob.
+        assert (result.support_log_probs >= result.log_probs - 1e-6).all()
+        assert (result.support_log_probs <= 1e-6).all()
+
+    def test_memory_released_while_idle_is_allocated_again(self, http):
+        before = self.post(http, "/generate", body(temperature=0.0))
+        self.post(http, "/release_memory_occupation", {"tags": ["kv_cache"]})
+        self.post(http, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+        after = self.post(http, "/generate", body(temperature=0.0))
+        assert before["output_ids"] == after["output_ids"]
+
+    def test_pause_mode_and_memory_tags_are_checked(self, http):
+        assert http.post("/pause_generation", json={"mode": "now"}).status_code == 400
+        assert http.post("/release_memory_occupation", json={"tags": ["all"]}).status_code == 400
+        assert http.post("/abort_request", json={}).status_code == 400
+
+
+def test_health_generate_says_that_the_engine_is_paused(engine_process):
+    with httpx.Client(base_url=engine_process.url) as http:
+        http.post("/pause_generation", json={"mode": "in_place"})
+        reply = http.get("/health_generate")
+        assert (reply.status_code, reply.json()["error"]["type"]) == (503, "paused")
+        assert http.get("/health").status_code == 200
+        http.post("/continue_generation", json={})
+        assert http.get("/health_generate").status_code == 200
