@@ -17,11 +17,10 @@ def check_parallelism(parallel: ParallelConfig, model: FamilyConfig) -> None:
 
 def _tensor_problems(parallel: ParallelConfig, model: FamilyConfig) -> list[str]:
     problems = []
-    for name, size in (
-        ("attention heads", model.heads),
-        ("key/value groups", model.groups),
-        ("feed-forward width", model.ffn_hidden_size),
-    ):
+    sizes = [("attention heads", model.heads), ("key/value groups", model.groups)]
+    if not model.num_experts:
+        sizes.append(("feed-forward width", model.ffn_hidden_size))
+    for name, size in sizes:
         if size % parallel.tp:
             problems.append(f"tp={parallel.tp} does not divide the model's {size} {name}; use a divisor of {size}")
     return problems

@@ -48,6 +48,6 @@ class Scorer:
 
         supported = support_log_probs(
             logits, tensors.target_ids, tensors.support_ids, tensors.support_offsets, **shared
-        )
+        ).log_probs
         # log p_full(y) - log p_S(y) = log of the mass of S, the same for every y in S.
         return Scores(supported, entropies, (full - supported).detach().exp())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import pickle
@@ -18,19 +17,16 @@ import numpy as np
 import pytest
 
 warnings.filterwarnings("ignore")
-CHARACTERS = "_$=+0123456789"
+CHARACTERS = "0123456789=+-"
 
 
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A character tokenizer as Hugging Face files, 14 tokens."""
+    """A character tokenizer as Hugging Face files: 15 tokens, which two tensor-parallel ranks do not divide."""
+    from miles.data.tokenizer import build_char_tokenizer
+
     folder = tmp_path_factory.mktemp("tokenizer")
-    special = [{"id": i, "content": CHARACTERS[i], "special": True} for i in (0, 1)]
-    vocabulary = {character: index for index, character in enumerate(CHARACTERS)}
-    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "_"}
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": special, "model": model}))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "$", "pad_token": "_"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    build_char_tokenizer(CHARACTERS, folder)
     return folder
 
 

@@ -1,0 +1,7 @@
+"""Qwen3-MoE speaks the same chat format as the dense Qwen3."""
+
+from __future__ import annotations
+
+from miles.models.qwen3.chat import THINK, TOOL_CALL, TURN_END, TURN_START, render, split_thinking
+
+__all__ = ["THINK", "TOOL_CALL", "TURN_END", "TURN_START", "render", "split_thinking"]
