@@ -10,7 +10,7 @@ import sys
 
 from ci.commands.options import add_workspace, workspace
 from ci.commands.output import print_json
-from ci.errors import ExitCode
+from ci.errors import ExitCode, combine_exit_codes
 from ci.fleet.schema import SCHEMA_PATH, schema_text
 from ci.lint import LintReport, lint
 
@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base", metavar="REV", help="also refuse exemptions that had passed when they were introduced"
     )
     parser.add_argument("--workflows", action="store_true", help="also lint the generated workflow files")
+    parser.add_argument(
+        "--require-tools", action="store_true", help="with --workflows: a tool that is absent is an error"
+    )
     parser.add_argument("--write-schema", action="store_true", help=f"write {SCHEMA_PATH} from the model first")
 
 
@@ -31,18 +34,19 @@ def main(args: argparse.Namespace) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(schema_text(), encoding="utf-8")
     report = lint(space, base=args.base)
-    if args.workflows:
-        from ci.workflows.lint import lint_workflows
-
-        found = lint_workflows(space.root)
-        report = LintReport(
-            tuple(sorted({*report.findings, *found.findings})),
-            report.files,
-            report.declarations,
-            (*report.not_run, *found.not_run),
-        )
     _print(report, args.format)
-    return ExitCode.CONFIG if report.errors else ExitCode.OK
+    codes = [ExitCode.CONFIG if report.errors else ExitCode.OK]
+    if args.workflows:
+        from ci.workflows.check import check
+
+        # Its report goes to stderr under --format json, so that stdout stays one document.
+        say = print if args.format == "text" else _to_stderr
+        codes.append(ExitCode(check(space.root, space.fleet, require_tools=args.require_tools, say=say)))
+    return combine_exit_codes(codes)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _print(report: LintReport, form: str) -> None:

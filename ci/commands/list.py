@@ -101,7 +101,7 @@ def _print_suites(space: Workspace, tests: list[dict[str, Any]], args: argparse.
         entry = counts.setdefault(test["suite"], [0, 0])
         entry[0] += 1
         entry[1] += test["est_ms"]
-    suites = []
+    suites: list[dict[str, Any]] = []
     for suite_id, suite in fleet.suites.items():
         if args.hardware and not set(fleet.models_of(args.hardware)) & set(suite.hardware):
             continue

@@ -126,7 +126,8 @@ def _judge_other_file(path: str, data: bytes) -> FileScan:
     if not errors and MARKER in data:
         found = read_source(path, data)
         errors.extend(found.errors)
-        for item in (*found.declarations, *found.gates):
+        items: list[Declaration | GateDeclaration] = [*found.declarations, *found.gates]
+        for item in items:
             message = "a declaration in a file that is no test: rename the file to test_*.py or remove the call"
             errors.append(Diagnostic(path, item.line, item.column, "misplaced-declaration", message))
     return FileScan(errors=tuple(errors))

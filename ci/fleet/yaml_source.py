@@ -55,10 +55,10 @@ def read_document(path: str, source: bytes) -> Document:
     text = _decode(document, source)
     if text is None:
         return document
-    for number, line in enumerate(text.split("\n"), 1):
-        if "\t" in line:
+    for number, content in enumerate(text.split("\n"), 1):
+        if "\t" in content:
             message = "a tab; indent and separate with spaces"
-            document.errors.append(Diagnostic(path, number, line.index("\t") + 1, "tab", message))
+            document.errors.append(Diagnostic(path, number, content.index("\t") + 1, "tab", message))
     try:
         if not _tokens_are_plain(document, text):
             return document

@@ -99,7 +99,7 @@ def _longest_first(jobs: Sequence[J], width: int, count: int) -> list[list[J]]:
     return groups
 
 
-class _Improver:
+class _Improver(Generic[J]):
     """Repeatedly take the longest shard and find a move or swap that shortens it."""
 
     def __init__(self, groups: list[list[J]], width: int, bound: int) -> None:
