@@ -39,7 +39,7 @@ class StepClock(threading.Thread):
     def __init__(self, path: Path, started: float):
         super().__init__(daemon=True)
         self.times: list[float] = []
-        self._path, self._started = path, started
+        self._path, self._origin = path, started
         self._over = threading.Event()
 
     def run(self) -> None:
@@ -47,7 +47,7 @@ class StepClock(threading.Thread):
         while True:
             last = self._over.is_set()
             if self._path.exists() and self._path.stat().st_size > offset:
-                now = time.perf_counter() - self._started
+                now = time.perf_counter() - self._origin
                 with self._path.open("rb") as file:
                     file.seek(offset)
                     chunk = file.read()
@@ -63,24 +63,27 @@ class StepClock(threading.Thread):
         return self.times
 
 
-def watched(command: list[str], log: Path, output: Path) -> tuple[float, list[float], list[dict[str, Any]]]:
-    """Run a command; (whole-process seconds, time of each step, rows of its log). A failure prints its output."""
+def watched(command: list[str], log: Path, output: Path, steps: int) -> tuple[float, list[float], list[dict[str, Any]]]:
+    """Run a command; (whole-process seconds, time of each step, rows of its log). A failure prints its output.
+
+    Ours ends with 1 when the reward misses what the recipe expects: that is a result here, not a failure.
+    """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = {**os.environ, **threads, "PYTHONPATH": str(REPOSITORY)}
     with output.open("w", encoding="utf-8") as file:
         started = time.perf_counter()
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT)
         clock = StepClock(log, started)
-        clock.start()
         try:
+            clock.start()
             status = process.wait(TIMEOUT_S)
         finally:
             process.kill()
         seconds = time.perf_counter() - started
     times = clock.stop()
-    if status:
-        sys.exit(f"{' '.join(command)} ended with {status}:\n{output.read_text()[-4000:]}")
-    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+    if len(rows) != steps or status not in (0, 1):
+        sys.exit(f"{' '.join(command)} ended with {status} after {len(rows)} steps:\n{output.read_text()[-4000:]}")
     return seconds, times, rows
 
 
@@ -111,7 +114,7 @@ def run_ours(seed: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
     command = [str(Path(sys.executable).parent / "miles"), "train", str(RECIPE)]
     command += [part for option in options for part in ("--set", option)]
     log = folder / name / "metrics.jsonl"
-    seconds, times, rows = watched(command, log, folder / f"{name}.out")
+    seconds, times, rows = watched(command, log, folder / f"{name}.out", args.steps)
     return measure(times, [row["rollout/reward_mean"] for row in rows], seconds)
 
 
@@ -120,7 +123,7 @@ def run_trl(seed: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "peers" / "trl_grpo.py"), "--seed", str(seed)]
     command += ["--steps", str(args.steps), "--out", str(log), "--lr", str(args.lr), "--clip-grad", str(args.clip_grad)]
     command += ["--model", str(folder / f"bench-{seed}" / "model"), *args.trl]
-    seconds, times, rows = watched(command, log, folder / f"trl-{seed}.out")
+    seconds, times, rows = watched(command, log, folder / f"trl-{seed}.out", args.steps)
     return measure(times, [row["reward_mean"] for row in rows], seconds)
 
 

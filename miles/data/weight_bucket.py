@@ -74,6 +74,8 @@ def digest(tensor: torch.Tensor) -> int:
     """
     raw = as_bytes(tensor)
     nbytes = raw.numel()
+    if nbytes == 0:
+        return 0
     if nbytes % 4 or raw.storage_offset() % 4:
         padded = torch.zeros(-(-nbytes // 4) * 4, dtype=torch.uint8, device=raw.device)
         padded[:nbytes] = raw

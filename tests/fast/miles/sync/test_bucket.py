@@ -1,0 +1,187 @@
+import threading
+from concurrent.futures import Future
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles.data.weight_bucket import BucketHeader, Piece, WeightWireError, piece_view
+from miles.data.weight_table import EngineTable, ParamEntry
+from miles.sync.bucket import BucketStager, FixedBucket, bucket_size, pack_rounds, staged_bytes
+from miles.sync.plan import SourceSpec, build_plan
+
+
+def plan_of(shapes, dtype="float32"):
+    entries = tuple(ParamEntry(name, shape, dtype) for name, shape in shapes.items())
+    weights = {name: SourceSpec(shape, dtype) for name, shape in shapes.items()}
+    return build_plan(weights, [EngineTable(entries=entries)], run_id="r")
+
+
+pieces = st.tuples(st.integers(0, 400), st.sampled_from([1, 2, 4, 8])).map(lambda p: (p[0] * p[1], p[1]))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.lists(pieces, min_size=1, max_size=4), max_size=20), st.integers(0, 4000))
+def test_alignment_and_rounds(groups, extra):
+    capacity = max([staged_bytes(g) for g in groups], default=0) + extra
+    rounds = pack_rounds(groups, capacity)
+    placed = [(p.group, p.piece) for r in rounds for p in r]
+    assert placed == [(g, p) for g, sizes in enumerate(groups) for p in range(len(sizes))]
+    for r in rounds:
+        end = 0
+        for p in r:
+            nbytes, itemsize = groups[p.group][p.piece]
+            assert p.offset % max(16, itemsize) == 0
+            assert end <= p.offset < end + 16
+            end = p.offset + nbytes
+        assert end <= capacity
+    of_group = {}
+    for index, r in enumerate(rounds):
+        for p in r:
+            of_group.setdefault(p.group, set()).add(index)
+    assert all(len(indices) == 1 for indices in of_group.values()), "an atomic group was split"
+
+
+def test_a_group_larger_than_the_bucket_is_refused():
+    with pytest.raises(ValueError, match="group 1 takes 80 bytes"):
+        pack_rounds([[(16, 4)], [(40, 4), (32, 4)]], 64)
+
+
+def test_largest_parameter_grows_bucket():
+    rows = 622_329_856 // 4
+    plan = plan_of({"embed": (rows,), **{f"w{i}": (1 << 20,) for i in range(4)}})
+    assert bucket_size(plan, 512 << 20) == 622_329_856
+    assert bucket_size(plan, 1 << 30) == 622_329_856 + 4 * (4 << 20), "never more than the whole plan needs"
+
+
+def test_an_atomic_group_grows_the_bucket_with_its_alignment():
+    names = ("a", "b")
+    entry = ParamEntry("ab", (10,), "uint8", fused_from=names, num_shards=2)
+    plan = build_plan(dict.fromkeys(names, SourceSpec((5,), "uint8")), [EngineTable(entries=(entry,))], run_id="r")
+    assert bucket_size(plan, 4) == 16 + 5
+
+
+def fixed(count, nbytes):
+    bucket = FixedBucket(count, lambda n: torch.zeros(n, dtype=torch.uint8), lambda buffer: None)
+    bucket.reserve(nbytes)
+    return bucket
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_bucket_not_rewritten_before_all_acks(count):
+    """The stager blocks on the buffer it wants to reuse until the slowest receiver acknowledged it."""
+    shapes = {f"w{i}": (4,) for i in range(count + 1)}
+    plan = plan_of(shapes)
+    (key,) = plan.layouts
+    acks, seen = [], []
+
+    def send(header, buffer):
+        seen.append(buffer[: header.nbytes].clone())
+        fast, slow = Future(), Future()
+        fast.set_result(None)
+        acks.append((slow, buffer, seen[-1]))
+        return [fast, slow]
+
+    stager = BucketStager(plan, key, 1, fixed(count, 16), True, send)
+
+    def stage():
+        for value, entry in enumerate(plan.layouts[key]):
+            stager.add(entry, torch.full((4,), float(value)))
+        stager.flush()
+
+    thread = threading.Thread(target=stage)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive(), "the buffer was reused although a receiver still reads it"
+    assert len(acks) == count
+    for _, buffer, content in acks[:count]:
+        assert torch.equal(buffer[:16], content)
+    acks[0][0].set_result(None)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert len(acks) == count + 1
+    for slow, _, _ in acks[1:]:
+        slow.set_result(None)
+
+
+def test_gaps_are_zero_and_pieces_read_back_bit_for_bit():
+    plan = plan_of({"a": (3,), "b": (5,)})
+    (key,) = plan.layouts
+    bucket = fixed(1, 64)
+    bucket._buffers[0].fill_(0xAA)
+    headers = []
+
+    def send(header, buffer):
+        headers.append((header, buffer))
+        return []
+
+    stager = BucketStager(plan, key, 7, bucket, True, send)
+    values = {"a": torch.randn(3), "b": torch.randn(5)}
+    for entry in plan.layouts[key]:
+        stager.add(entry, values[entry.hf_name])
+    stager.flush()
+    ((header, buffer),) = headers
+    assert torch.equal(buffer[12:16], torch.zeros(4, dtype=torch.uint8))
+    for piece in BucketHeader.from_wire(header.to_wire()).pieces:
+        assert torch.equal(piece_view(buffer, piece), values[piece.name])
+
+
+def test_fused_pieces_travel_together_whatever_order_they_come_in():
+    names = ("q", "k", "v")
+    qkv = ParamEntry("qkv", (12,), "float32", fused_from=names, num_shards=3)
+    entries = (qkv, ParamEntry("w", (8,), "float32"))
+    weights = {**dict.fromkeys(names, SourceSpec((4,), "float32")), "w": SourceSpec((8,), "float32")}
+    plan = build_plan(weights, [EngineTable(entries=entries)], run_id="r")
+    (key,) = plan.layouts
+    sent = []
+    stager = BucketStager(plan, key, 1, fixed(2, 64), True, lambda h, b: sent.append([p.name for p in h.pieces]) or [])
+    for name in ("v", "w", "q", "k"):
+        for entry in plan.by_source[name]:
+            stager.add(entry, torch.zeros(weights[name].shape))
+        if name != "k":
+            assert stager.waiting() == ["qkv"]
+    stager.flush()
+    assert sent == [["w"], ["qkv", "qkv", "qkv"]]
+    assert stager.waiting() == []
+
+
+def test_buffers_are_allocated_once_and_again_only_to_grow():
+    bucket = fixed(2, 64)
+    bucket.reserve(32)
+    bucket.reserve(64)
+    assert (bucket.allocations, bucket.nbytes) == (1, 64)
+    bucket.reserve(65)
+    assert (bucket.allocations, bucket.nbytes) == (2, 65)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "schema 2"),
+        ({"version": 7}, "decimal string"),
+        ({"version": "07"}, "decimal string"),
+        ({"version": "9223372036854775808"}, "int64"),
+        ({"count": 2}, "says 2 pieces and lists 1"),
+        ({"nbytes": 8}, "end at byte 16"),
+        ({"digest": "zz"}, "hex string"),
+        ({"digest": "0x1" + "0" * 16}, "64 bits"),
+        ({"pieces": [["w", "float32", [4], 4, 16, "none", None]]}, "do not fit"),
+        ({"pieces": [["w", "float32", [5], 0, 16, "none", None]]}, "do not fit"),
+        ({"pieces": [["w", "float99", [4], 0, 16, "none", None]]}, "unknown"),
+        ({"pieces": [["w", "float32", [4], 0, 16, "mx99", None]]}, "unknown"),
+        ({"pieces": [["w", "float32", [4], 0, 16, "none", [1]]]}, "slot"),
+        ({"pieces": [["w", "float32", [4], 0, 16, "none"]]}, "7 fields"),
+    ],
+)
+def test_malformed_headers_are_refused(change, message):
+    header = BucketHeader(7, 0, 16, (Piece("w", "float32", (4,), 0, 16),), 5)
+    assert BucketHeader.from_wire(header.to_wire()) == header
+    with pytest.raises(WeightWireError, match=message):
+        BucketHeader.from_wire({**header.to_wire(), **change})
+
+
+def test_overlapping_pieces_are_refused():
+    pieces = (Piece("a", "float32", (8,), 0, 32), Piece("b", "float32", (4,), 16, 16))
+    with pytest.raises(WeightWireError, match="overlaps"):
+        BucketHeader.from_wire(BucketHeader(1, 0, 64, pieces, None).to_wire())
