@@ -27,10 +27,8 @@ class Tuning:
     gradient_warps: int = 4
     gradient_block: int = 2048
     fused_warps: int = 16
-    fused_depth: int = 2
+    fused_depth: int = 4
     fused_programs_per_sm: int = 2
-    fused_stages: int = 1
-    fused_keep: bool = False
 
 
 DEFAULT_TUNING = Tuning()
@@ -218,8 +216,6 @@ def fused_policy_loss(
             LANES=_lanes(tuning.fused_warps, logits.dtype),
             LOSS=_LOSSES.index(term.loss),
             ON_POLICY=term.old is None,
-            STAGES=tuning.fused_stages,
-            KEEP=tuning.fused_keep,
             num_warps=tuning.fused_warps,
         )
     return out[0], out[1], grad

@@ -169,8 +169,6 @@ def fused_kernel(
     LANES: tl.constexpr,
     LOSS: tl.constexpr,
     ON_POLICY: tl.constexpr,
-    STAGES: tl.constexpr,
-    KEEP: tl.constexpr,
 ):
     """Persistent: program p takes rows p, p + programs, ... `grad` may be `logits` itself."""
     row = tl.program_id(0).to(tl.int64)
@@ -185,8 +183,8 @@ def fused_kernel(
         m = tl.full([LANES], _LOWEST, tl.float32)
         s = tl.zeros([LANES], tl.float32)
         w = tl.zeros([LANES], tl.float32)
-        for start in tl.range(0, valid, DEPTH * LANES, num_stages=STAGES):
-            m, s, w = _accumulate(base, start, valid, scale, m, s, w, DEPTH, LANES, False, KEEP)
+        for start in range(0, valid, DEPTH * LANES):
+            m, s, w = _accumulate(base, start, valid, scale, m, s, w, DEPTH, LANES, False, True)
         top = tl.max(m, axis=0)
         lse2 = top + tl.log2(tl.sum(s * tl.exp2(m - top), axis=0))
         log_prob = (picked * scale - lse2) * _LN2
@@ -197,14 +195,18 @@ def fused_kernel(
         tl.store(out_loss + row, tl.where(active, loss * weight, 0.0))
         tl.store(out_log_prob + row, log_prob)
         g = tl.where(active, slope * weight, 0.0) * inv_temperature
+        # -g·p_j = sign·2^(y_j - shift): the slope's size goes into the exponent (log2(0) = -inf gives 0).
+        sign = tl.where(g > 0, -1.0, 1.0)
+        shift = lse2 - tl.log2(tl.abs(g))
         out_base = grad + row * grad_stride
         tiles = tl.cdiv(width, DEPTH * LANES)
         # Backwards: what was read last is still in L2. In place is safe: each thread overwrites what it read.
-        for i in tl.range(0, tiles, num_stages=STAGES):
+        for i in range(0, tiles):
             start = (tiles - 1 - i) * (DEPTH * LANES)
             cols = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
             y = tl.load(base + cols, mask=cols < valid, other=-float("inf"), eviction_policy="evict_first")
-            p = tl.exp2(y.to(tl.float32) * scale - lse2)
-            out = tl.where(cols == at, g, 0.0) - p * g
+            out = tl.exp2(y.to(tl.float32) * scale - shift) * sign
+            if (at >= start) & (at < start + DEPTH * LANES):
+                out += tl.where(cols == at, g, 0.0)
             tl.store(out_base + cols, out.to(grad.dtype.element_ty), mask=cols < width, eviction_policy="evict_first")
         row += tl.num_programs(0)
