@@ -56,6 +56,33 @@ class GateSpec(Protocol):
 
 
 @dataclass(frozen=True)
+class DeclaredGate:
+    """A gate as a plan carries it."""
+
+    metric: str
+    steps: str | tuple[int, ...]
+    magnitude: bool
+    rel_up: float
+    abs_up: float
+    rel_down: float
+    abs_down: float
+    limit: float | None
+    warmup: int
+    digest: str
+
+    @classmethod
+    def from_plan(cls, entry: Mapping[str, Any]) -> DeclaredGate:
+        """From the plan's JSON form. `GateError` for an entry that is not a gate."""
+        try:
+            values = {name: entry[name] for name in cls.__dataclass_fields__}
+        except KeyError as error:
+            raise GateError(f"the plan holds a gate without {error}") from error
+        if not isinstance(values["steps"], str):
+            values["steps"] = tuple(values["steps"])
+        return cls(**values)
+
+
+@dataclass(frozen=True)
 class Verdict:
     """`verdict` pass, fail, inactive or error; `value` of the first point (as measured, signed)."""
 

@@ -30,6 +30,10 @@ _STACKS = os.fdopen(os.dup(2), "w")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Known to strict markers also where their plugins are switched off or absent.
+    config.addinivalue_line("markers", "xdist_group(name): tests of one group run in one worker")
+    if not config.pluginmanager.has_plugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): limit of one test; the runner's own limit rules here")
     with contextlib.suppress(RuntimeError, ValueError):
         faulthandler.register(signal.SIGUSR1, file=_STACKS, all_threads=True, chain=False)
     # Taken away, so that a pytest started by a test does not write into our file.

@@ -122,9 +122,11 @@ def _classes_inside(function: ast.AST) -> Iterator[_Scope]:
 
 def _class_scopes(node: ast.ClassDef, prefix: str, nested: bool) -> Iterator[_Scope]:
     name = prefix + node.name
-    if not (node.name.startswith("Test") or _is_test_case(node) or prefix):
-        return
     scope = _Scope(name, node.lineno, tuple(_names(node.bases)), nested=nested)
+    if not (node.name.startswith("Test") or _is_test_case(node) or prefix):
+        # No test class itself, but a link between a base and its heirs.
+        yield scope
+        return
     for statement in node.body:
         if isinstance(statement, _FUNCTION) and statement.name.startswith("test"):
             _add(scope, statement, top_level=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ci.history import gate
@@ -15,6 +16,8 @@ from ci.history.store import HistoryStore
 from ci.run import results
 from ci.run.results import GateRecord, RunInfo, TestResult
 from ci.run.unit import RunUnit, slug
+
+SPLIT_WORTH_S = 30.0
 
 
 class GateKeeper:
@@ -61,31 +64,37 @@ class GateKeeper:
 
     def record_durations(self, tests: Sequence[TestResult]) -> str:
         """Store how long every attempt took, outside pull requests; returns a note when that failed."""
-        info = self._info
-        if self._open is None or info.event in ("", "pull_request", "pull_request_target"):
+        if self._open is None or self._info.event in ("", "pull_request", "pull_request_target"):
             return ""
-        rows = [
-            DurationRow(
-                test=test.path if test.unit.partition("::")[2] == "" else test.unit,
-                suite=info.suite,
-                backend=info.backend,
-                hardware=info.hardware,
-                num_gpus=test.num_gpus,
-                duration_ms=round(attempt.wall_s * 1000),
-                outcome=attempt.outcome,
-                run_id=f"{info.run_id}.{info.run_attempt}",
-                recorded_at=time.time(),
-                attempt=attempt.number,
-                commit=info.commit,
-            )
-            for test in tests
-            for attempt in test.attempts
-        ]
+        now = time.time()
         try:
-            self._opened().record_durations(rows)
+            self._opened().record_durations([row for test in tests for row in self._rows(test, now)])
         except StoreError as error:
             return f"durations were not stored: {error}"
         return ""
+
+    def _rows(self, test: TestResult, now: float) -> Iterator[DurationRow]:
+        info = self._info
+        base = DurationRow(
+            test=test.unit,
+            suite=info.suite,
+            backend=info.backend,
+            hardware=info.hardware,
+            num_gpus=test.num_gpus,
+            duration_ms=0,
+            outcome="",
+            run_id=f"{info.run_id}.{info.run_attempt}",
+            recorded_at=now,
+            commit=info.commit,
+        )
+        for attempt in test.attempts:
+            ms = round(attempt.wall_s * 1000)
+            yield replace(base, duration_ms=ms, outcome=attempt.outcome, attempt=attempt.number)
+        # Items matter only where a file is, or may be worth being, split.
+        if test.unit != test.path or test.wall_s >= SPLIT_WORTH_S:
+            for node, ms in test.node_ms.items():
+                last = len(test.attempts)
+                yield replace(base, test=node, duration_ms=ms, outcome=test.nodes[node], attempt=last)
 
     def close(self) -> None:
         if self._store is not None:

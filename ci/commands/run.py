@@ -1,0 +1,183 @@
+"""Run a suite, one shard of it, or single files: health checks, leases, time limits, retries, results.
+
+miles-ci run --suite stage-a-cpu                          everything the suite holds, here
+miles-ci run --suite stage-a-cpu --shard 1/2              the first of two shards, planned here
+miles-ci run --suite stage-b-cpu --plan plan.json --shard 3/4
+miles-ci run --suite stage-a-cpu --file tests/fast/ci/test_x.py
+
+Without a plan, labels, cadence or change every label is admitted. Results (results.json, junit.xml, observed.json,
+logs/) go to DIR/<suite>-<i>-of-<n>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ci.commands.options import add_selection, add_workspace, selection_of, workspace
+from ci.environment import read
+from ci.errors import ExitCode, PlanMismatch, UsageError, suggestion
+from ci.plan.build import PlanOptions, build_plan
+from ci.plan.model import Plan, Shard
+from ci.run.from_plan import default_branch, only_files, parse_shard, run_info, run_unit
+from ci.workspace import Workspace
+
+if TYPE_CHECKING:
+    from ci.run.devices import Device
+    from ci.run.shard import ShardJob
+    from ci.run.unit import RunUnit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_workspace(parser)
+    parser.add_argument("--suite", required=True, help="suite to run")
+    parser.add_argument("--shard", metavar="I/N", help="one shard of the suite (default: the whole suite)")
+    parser.add_argument(
+        "--file", action="append", default=[], metavar="PATH[::NODE]", help="only this test file (repeatable)"
+    )
+    parser.add_argument("--plan", metavar="FILE", help="run this plan (default: MILES_CI_PLAN, else plan here)")
+    parser.add_argument("--allow-empty", action="store_true", help="no test to run is no error")
+    parser.add_argument("--results", metavar="DIR", help="where results go (default: MILES_CI_RESULTS_DIR or results)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="xdist workers of a CPU suite (default: 2)")
+    parser.add_argument("--quiet", action="store_true", help="show the logs of failing tests only")
+    add_selection(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    space = workspace(args)
+    if args.suite not in space.fleet.suites:
+        raise UsageError(
+            f"--suite {args.suite}: not a suite of the registry{suggestion(args.suite, space.fleet.suites)}"
+        )
+    if not 1 <= args.workers <= 256:
+        raise UsageError(f"--workers {args.workers}: must be between 1 and 256")
+    plan, shard = _planned(args, space)
+    units: tuple[RunUnit, ...] = ()
+    if shard is not None:
+        units = tuple(run_unit(unit) for unit in shard.units)
+        if args.file:
+            units = only_files(units, args.file, args.suite)
+    if not units or shard is None:
+        return _nothing(args, space, plan)
+    return _run(args, space, plan, shard, units)
+
+
+def _planned(args: argparse.Namespace, space: Workspace) -> tuple[Plan, Shard | None]:
+    """The plan, verified or made here, and the shard of it to run; no shard when the suite has none."""
+    wanted = parse_shard(args.shard)
+    given = args.plan or read("MILES_CI_PLAN")
+    if given:
+        plan = Plan.load(Path(given), digest=read("MILES_CI_PLAN_DIGEST"))
+        shards = plan.shards_of(args.suite)
+        if wanted is None and len(shards) > 1:
+            raise UsageError(
+                f"--plan divides suite '{args.suite}' into {len(shards)} shards: name one with --shard I/N"
+            )
+        if wanted is not None and shards and wanted[1] != len(shards):
+            raise PlanMismatch(
+                f"--shard {args.shard}: the plan divides suite '{args.suite}' into {len(shards)} shard(s)"
+            )
+        index = 1 if wanted is None else wanted[0]
+        return plan, plan.shard(args.suite, index) if shards else None
+    plan = _plan_here(args, space, 1 if wanted is None else wanted[1])
+    shards = plan.shards_of(args.suite)
+    if wanted is not None and len(shards) > 1 and wanted[1] != len(shards):
+        raise UsageError(f"--shard {args.shard}: suite '{args.suite}' can only be divided into {len(shards)} shard(s)")
+    index = 1 if wanted is None else wanted[0]
+    if index > len(shards):
+        return plan, None
+    return plan, shards[index - 1]
+
+
+def _plan_here(args: argparse.Namespace, space: Workspace, count: int) -> Plan:
+    narrowed = args.cadence or args.cron or args.label or args.labels or args.base or args.diff
+    if not narrowed:
+        args.all_labels = True
+    selection, affected = selection_of(args, space)
+    reason = affected.reason if affected is not None else None
+    options = PlanOptions(shards={args.suite: count}, suites=(args.suite,), affected=reason)
+    return build_plan(space.catalog, space.fleet, selection, space.durations, options)
+
+
+def _nothing(args: argparse.Namespace, space: Workspace, plan: Plan) -> int:
+    """Zero tests: an error unless the suite, or the caller, says that it may be."""
+    allowed = space.fleet.suites[args.suite].allow_empty
+    reason = plan.suite(args.suite).reason or "the shard holds no test"
+    if args.allow_empty or allowed is not None:
+        why = "--allow-empty" if allowed is None else allowed.reason
+        print(f"suite {args.suite}: no test to run: {reason} (allowed: {why})")
+        return ExitCode.OK
+    print(f"suite {args.suite}: no test to run: {reason}; give --allow-empty if that is intended")
+    return ExitCode.ZERO_TESTS
+
+
+def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, units: tuple[RunUnit, ...]) -> int:
+    from ci.report import junit
+    from ci.report.results import summary
+    from ci.run.console import Console
+    from ci.run.runner import run_plan
+
+    folder = Path(args.results or read("MILES_CI_RESULTS_DIR") or space.root / "results").resolve() / shard.id
+    devices = _devices(space, shard)
+    console = Console(actions=os.environ.get("GITHUB_ACTIONS") == "true", quiet=args.quiet)
+    console.line(
+        f"suite {shard.suite}, shard {shard.index}/{shard.count}: {len(units)} file(s), plan {plan.digest[:16]}"
+    )
+    job = _job(args, space, plan, shard, units, folder)
+    history = read("MILES_CI_HISTORY_URL")
+
+    def open_history():
+        from ci.history.store import open_store
+
+        return open_store(str(history))
+
+    record = run_plan(
+        job,
+        devices=devices,
+        console=console,
+        open_store=open_history if history else None,
+        default_branch=default_branch(),
+    )
+    junit.write(record, folder / junit.JUNIT_NAME)
+    console.line(summary([record]))
+    console.line(f"results: {folder}")
+    return record.exit_code()
+
+
+def _job(
+    args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, units: tuple[RunUnit, ...], folder: Path
+) -> ShardJob:
+    from ci.run.retry import rows_from
+    from ci.run.shard import ShardJob
+    from ci.run.slots import DEFAULT_FOLDER
+
+    return ShardJob(
+        root=space.root.resolve(),
+        folder=folder,
+        info=run_info(plan, shard),
+        units=units,
+        retry_rows=rows_from(space.fleet.retry),
+        env=dict(os.environ),
+        lock_dir=Path(read("MILES_CI_LOCK_DIR") or DEFAULT_FOLDER),
+        timeout_s=float(shard.timeout_s),
+        workers=args.workers,
+    )
+
+
+def _devices(space: Workspace, shard: Shard) -> tuple[Device, ...]:
+    """The devices this runner may use, at least as large as the registry promises."""
+    if shard.backend == "cpu":
+        return ()
+    from ci.run.devices import DevicesUnavailable, host_devices, inherited
+
+    devices = inherited(host_devices(shard.backend), shard.backend)
+    promised = space.fleet.hardware[shard.hardware].memory_gib
+    for device in devices:
+        if device.total_mib < promised * 1024:
+            raise DevicesUnavailable(
+                f"device {device.index} ({device.name}) has {device.total_mib / 1024:.1f} GiB, but "
+                f"hardware.{shard.hardware} promises {promised} GiB: this is another machine than suite '{shard.suite}' needs"
+            )
+    return devices

@@ -1,0 +1,84 @@
+"""What the results of one or several shards say, in plain text: the end of `miles-ci run` and `results show`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ci.errors import UsageError
+from ci.run import results
+from ci.run.results import RESULTS_NAME, FailureRecord, ShardResults, TestResult
+
+SLOWEST = 5
+
+
+@dataclass(frozen=True)
+class SignatureGroup:
+    """Failures that look the same, wherever they happened."""
+
+    signature: str
+    type: str
+    message: str
+    nodes: tuple[str, ...]
+
+
+def load_all(places: Iterable[Path]) -> list[ShardResults]:
+    """results.json files, given directly or found below folders. `UsageError` when there is none."""
+    wanted = list(places)
+    paths: list[Path] = []
+    for place in wanted:
+        paths.extend(sorted(place.rglob(RESULTS_NAME)) if place.is_dir() else [place])
+    if not paths:
+        raise UsageError(f"no {RESULTS_NAME} below {', '.join(map(str, wanted)) or 'nothing'}")
+    return [results.read_results(path) for path in paths]
+
+
+def failing(shards: Iterable[ShardResults]) -> list[tuple[ShardResults, TestResult]]:
+    return [(shard, test) for shard in shards for test in shard.tests if test.blocks]
+
+
+def by_signature(shards: Iterable[ShardResults]) -> list[SignatureGroup]:
+    """Failing nodes of last attempts grouped by signature, the largest group first."""
+    groups: dict[str, list[FailureRecord]] = {}
+    for _, test in failing(shards):
+        for failure in test.attempts[-1].failures if test.attempts else ():
+            groups.setdefault(failure.signature, []).append(failure)
+    found = [
+        SignatureGroup(name, each[0].type, each[0].message, tuple(sorted({failure.node for failure in each})))
+        for name, each in groups.items()
+    ]
+    return sorted(found, key=lambda group: (-len(group.nodes), group.signature))
+
+
+def summary(shards: Sequence[ShardResults]) -> str:
+    """Counts, everything that blocks or is remarkable, the slowest files, the exit code."""
+    tests = [test for shard in shards for test in shard.tests]
+    counts = {name: sum(test.outcome == name for test in tests) for name in results.OUTCOMES}
+    lines = []
+    for test in sorted(tests, key=lambda test: test.unit):
+        lines.extend(_lines_of(test))
+    for shard in shards:
+        lines.extend(f"note: {note}" for note in shard.notes)
+    slowest = sorted(tests, key=lambda test: (-test.wall_s, test.unit))[:SLOWEST]
+    if len(tests) > SLOWEST:
+        lines.append("slowest: " + ", ".join(f"{test.unit} {test.wall_s:.1f} s" for test in slowest))
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing ran"
+    nodes = sum(len(test.nodes) for test in tests)
+    wall = sum((shard.ended_at or shard.info.started_at) - shard.info.started_at for shard in shards)
+    code = results.exit_code_of(shards)
+    lines.append(f"{len(tests)} file(s), {nodes} test(s): {told}; {wall:.1f} s, exit code {code}")
+    return "\n".join(lines)
+
+
+def _lines_of(test: TestResult) -> list[str]:
+    lines = []
+    if test.outcome != results.PASSED:
+        why = f" (tolerated: {test.tolerated})" if test.tolerated else ""
+        lines.append(f"{test.outcome.upper():<12} {test.unit}{why}: {test.message}")
+    for attempt in test.attempts:
+        lines.extend(f"LEAKED       {test.unit}: {left}" for left in attempt.leaked)
+    lines.extend(
+        f"GATE {gate.verdict.upper():<7} {test.unit}: {gate.message}" for gate in test.gates if gate.verdict != "pass"
+    )
+    return lines
