@@ -276,7 +276,7 @@ class Batch:
         request = self.slots.request[slot]
         pages = self.slots.give_back(slot)
         assert self.cache is not None
-        self.cache.wipe_pages(pages)
+        self.cache.wipe_pages(self.pool.forget_private(pages))
         self.pool.release(pages)
         text = f"logits are not finite at weight version {self.version}; the weights hold NaN or Inf"
         request.settle(Refusal(500, "nonfinite_logits", text))

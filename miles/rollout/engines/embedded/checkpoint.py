@@ -1,16 +1,16 @@
-"""Read a Hugging Face model folder into live parameter storage. No transformers import."""
+"""Read a Hugging Face model folder into live parameter storage. No transformers import, torch only for weights."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
+from typing import TYPE_CHECKING, Any
 
 from miles.rollout.errors import EngineModelError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -64,6 +64,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 def load_weights(directory: Path, parameters: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
     """Fill every parameter in place. An unknown, missing or misshaped tensor is an error that lists the names."""
+    from safetensors import SafetensorError, safe_open
+
     waiting = set(parameters)
     unknown: list[str] = []
     for file in weight_files(directory):

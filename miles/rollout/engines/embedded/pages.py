@@ -95,6 +95,14 @@ class PagePool:
                 known = page
             parent = self._uid_of[known]
 
+    def forget_private(self, pages: Sequence[int]) -> list[int]:
+        """Those of the pages that nobody else holds, no longer findable: their content may be spoiled."""
+        private = [page for page in pages if self._refs[page] == 1]
+        for page in private:
+            if page in self._key_of:
+                self._forget(page)
+        return private
+
     def invalidate(self) -> None:
         """Forget all cached content; pages in use stay with their owners."""
         self._free.extend(self._idle)

@@ -1,0 +1,234 @@
+"""Pause, retract, abort, weight versions and failures inside the engine, without HTTP."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from miles.rollout.engines.embedded.requests import Output, Refusal
+
+PROMPTS = [[3, 5, 7, 9], [2, 4, 6], [8] * 20, [3, 5, 7, 9]]
+
+
+def params(n=300, count=4):
+    return [{"max_new_tokens": n, "sampling_seed": i, "ignore_eos": True} for i in range(count)]
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.001)
+
+
+def freeze(engine, mode, n=300):
+    """Start PROMPTS and pause while they run."""
+    pending = engine.start(PROMPTS, params(n))
+    wait_until(lambda: engine.batch.tokens_generated > 20)
+    engine.scheduler.pause(mode).result(10)
+    assert not pending.done
+    return pending
+
+
+def plain(outputs):
+    return [(o.tokens, o.log_probs) for o in outputs]
+
+
+@pytest.fixture
+def expected(local_engine):
+    return plain(local_engine().generate(PROMPTS, params()))
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_changes_no_token_and_no_log_prob(local_engine, expected, mode):
+    engine = local_engine()
+    pending = freeze(engine, mode)
+    assert (engine.batch.running == 0) == (mode == "retract")
+    engine.scheduler.resume().result(10)
+    assert plain(pending.outputs()) == expected
+
+
+def test_retract_gives_all_pages_back(local_engine):
+    engine = local_engine(share_prefixes=False)
+    free = engine.batch.pool.available
+    pending = freeze(engine, "retract")
+    assert engine.batch.pool.available == free
+    engine.scheduler.resume().result(10)
+    pending.outputs()
+    assert engine.batch.pool.available == free
+    assert sorted(engine.batch.slots.free) == list(range(engine.batch.slots.capacity))
+
+
+def test_a_second_pause_with_abort_leaves_what_arrived_meanwhile_waiting(local_engine):
+    engine = local_engine()
+    engine.scheduler.pause("abort").result(10)
+    pending = engine.start(PROMPTS[:1], params(4, 1))
+    engine.scheduler.pause("abort").result(10)
+    assert not pending.done
+    engine.scheduler.resume().result(10)
+    assert len(pending.outputs()[0].tokens) == 4
+
+
+def test_abort_by_prefix_ends_those_and_leaves_the_others_unchanged(local_engine, expected):
+    engine = local_engine()
+    pending = engine.start(PROMPTS, params(), rid=["a0", "b0", "a1", "b1"])
+    wait_until(lambda: engine.batch.tokens_generated > 20)
+    assert engine.scheduler.abort(lambda rid: rid.startswith("a")).result(10) == 2
+    outputs = pending.outputs()
+    assert [o.finish["type"] for o in outputs] == ["abort", "length", "abort", "length"]
+    for index in (1, 3):
+        assert (outputs[index].tokens, outputs[index].log_probs) == expected[index]
+    for index in (0, 2):
+        n = len(outputs[index].tokens)
+        assert outputs[index].tokens == expected[index][0][:n]
+
+
+def test_aborting_the_first_of_identical_prompts_does_not_lose_the_others(local_engine):
+    engine = local_engine(max_prefill_tokens=16)
+    engine.scheduler.pause("in_place").result(10)
+    pending = engine.start([[4] * 40] * 3, params(5, 3), rid=["x", "y", "z"])
+    engine.scheduler._call(engine.batch._admit).result(10)
+    engine.scheduler._call(engine.batch._prefill).result(10)  # the leader is half computed
+    assert engine.scheduler.abort(lambda rid: rid == "x").result(10) == 1
+    engine.scheduler.resume().result(10)
+    assert [len(o.tokens) for o in pending.outputs()] == [0, 5, 5]
+
+
+def scale_weights(engine, factor):
+    with torch.inference_mode():
+        for name, tensor in engine.scheduler.parameters().items():
+            if name.endswith("proj.weight"):
+                tensor.mul_(factor)
+
+
+def update(engine, version, factor):
+    engine.scheduler.begin_update()
+    scale_weights(engine, factor)
+    engine.scheduler.flush_caches()
+    engine.scheduler.finish_update(version)
+
+
+def test_prefixes_of_an_older_version_are_never_reused(local_engine):
+    engine, fresh = local_engine(), local_engine(share_prefixes=False)
+    prompt = [[5, 6, 7, 8] * 10]
+    engine.generate(prompt, params(4, 1))
+    assert engine.generate(prompt, params(4, 1))[0].cached_tokens == 32
+    update(engine, 1, 1.5)
+    update(fresh, 1, 1.5)
+    assert engine.scheduler.cached_prefix_tokens() == 0
+    after = engine.generate(prompt, params(4, 1))[0]
+    assert after.cached_tokens == 0
+    assert after.spans == [(1, 4)]
+    assert plain([after]) == plain(fresh.generate(prompt, params(4, 1)))
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_response_over_two_versions_says_which_tokens_are_whose(local_engine, expected, mode):
+    engine = local_engine()
+    pending = freeze(engine, mode)
+    update(engine, 3, 1.5)
+    engine.scheduler.resume().result(10)
+    for output, (tokens, _) in zip(pending.outputs(), expected, strict=True):
+        (old, before), (new, after) = output.spans
+        assert (old, new) == (0, 3)
+        assert before + after == len(output.tokens) == 300
+        assert output.tokens[:before] == tokens[:before]
+
+
+def test_no_forward_pass_runs_during_an_update(local_engine):
+    engine = local_engine()
+    pending = engine.start(PROMPTS, params())
+    wait_until(lambda: engine.batch.tokens_generated > 20)
+    engine.scheduler.begin_update()
+    count = engine.batch.tokens_generated
+    time.sleep(0.1)
+    assert engine.batch.tokens_generated == count
+    engine.scheduler.finish_update(1)
+    assert all(sum(n for _, n in o.spans) == 300 for o in pending.outputs())
+
+
+def test_a_request_during_an_unpaused_update_is_refused(local_engine):
+    engine = local_engine()
+    engine.scheduler.begin_update()
+    (refusal,) = engine.start(PROMPTS[:1], params(2, 1)).results()
+    assert (refusal.status, refusal.kind) == (503, "weights_updating")
+
+
+def test_a_dirty_engine_refuses_everything_until_a_whole_update(local_engine):
+    engine = local_engine()
+    pending = freeze(engine, "in_place")
+    engine.scheduler.begin_update()
+    waiting = engine.start(PROMPTS[:1], params(2, 1))
+    assert not waiting.done, "a request that arrives while paused waits"
+    engine.scheduler.fail_update("digest_mismatch: bucket 3")
+    for result in pending.results() + waiting.results():
+        assert isinstance(result, Refusal)
+        assert (result.status, result.kind) == (503, "weights_dirty")
+        assert "bucket 3" in result.message
+    engine.scheduler.resume().result(10)
+    assert engine.start(PROMPTS[:1], params(2, 1)).results()[0].kind == "weights_dirty"
+    assert engine.scheduler.weight_version == 0
+    update(engine, 2, 1.0)
+    assert engine.generate(PROMPTS[:1], params(2, 1))[0].spans == [(2, 2)]
+
+
+def test_non_finite_weights_fail_their_requests_and_spoil_nothing_later(local_engine):
+    engine = local_engine()
+    good = plain(engine.generate(PROMPTS, params(20)))
+    weight = engine.scheduler.parameters()["model.layers.0.self_attn.v_proj.weight"]
+    kept = weight.clone()
+    engine.scheduler.begin_update()
+    weight.fill_(float("nan"))
+    engine.scheduler.finish_update(1)
+    for result in engine.start(PROMPTS, params(20)).results():
+        assert (result.status, result.kind) == (500, "nonfinite_logits")
+    engine.scheduler.begin_update()
+    weight.copy_(kept)
+    engine.scheduler.finish_update(2)
+    assert plain(engine.generate(PROMPTS, params(20))) == good
+
+
+def test_weights_released_from_memory_make_the_engine_dirty(local_engine):
+    engine = local_engine()
+    copies = {name: tensor.clone() for name, tensor in engine.scheduler.parameters().items()}
+    before = plain(engine.generate(PROMPTS, params(6)))
+    assert engine.scheduler.release_memory(["weights", "kv_cache"]).result(10)
+    engine.scheduler.resume_memory(["weights", "kv_cache"]).result(10)
+    assert engine.start(PROMPTS[:1], params(2, 1)).results()[0].kind == "weights_dirty"
+    engine.scheduler.begin_update()
+    for name, tensor in engine.scheduler.parameters().items():
+        tensor.copy_(copies[name])
+    engine.scheduler.finish_update(1)
+    assert plain(engine.generate(PROMPTS, params(6))) == before
+
+
+def test_a_failure_while_computing_refuses_with_its_text(local_engine, monkeypatch):
+    engine = local_engine()
+    monkeypatch.setattr(engine.model, "logits", lambda hidden: 1 / 0)
+    (result,) = engine.start(PROMPTS[:1], params(2, 1)).results()
+    assert (result.status, result.kind) == (500, "engine_failed")
+    assert "ZeroDivisionError" in result.message
+    assert engine.start(PROMPTS[:1], params(2, 1)).results()[0].kind == "engine_failed"
+
+
+def test_more_requests_than_slots_or_pages_are_served_in_order_of_arrival(local_engine):
+    engine = local_engine(max_running=2, max_total_tokens=64)
+    prompts = [[i % 14 + 2] * 10 for i in range(9)]
+    outputs = engine.generate(prompts, params(20, 9))
+    assert all(isinstance(o, Output) and len(o.tokens) == 20 for o in outputs)
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once(local_engine):
+    from miles.rollout.engines.embedded.requests import BadRequest
+
+    with pytest.raises(BadRequest, match="max_total_tokens"):
+        local_engine(max_total_tokens=32).start([[2] * 20], params(20, 1))
+
+
+def test_stopping_settles_what_is_left(local_engine):
+    engine = local_engine()
+    pending = freeze(engine, "in_place")
+    engine.close()
+    assert {o.finish["type"] for o in pending.outputs()} == {"abort"}
