@@ -168,7 +168,9 @@ def localize(micro_batch: MicroBatch, layout: ContextLayout) -> ContextSlice:
         _select(micro_batch, np.flatnonzero(local >= 0)),
         input_ids=plane_ids[mine].reshape(shape),
         position_ids=plane_positions[mine].reshape(shape),
-        document_lengths=tuple(int(x) // layout.size for x in padded),
+        document_lengths=tuple(
+            np.unique(np.repeat(np.arange(len(padded)), padded_sizes)[mine], return_counts=True)[1].tolist()
+        ),
         pad_from=None,
         logit_index=local[local >= 0],
     )

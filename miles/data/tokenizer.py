@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from miles.config import ConfigError
+from miles.config.files import write_atomic
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -92,16 +93,7 @@ def build_char_tokenizer(alphabet: str, directory: str | os.PathLike[str]) -> To
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 20,
     }
-    _write(folder / "tokenizer.json", backend.to_str(pretty=True))
-    _write(folder / "tokenizer_config.json", json.dumps(settings, indent=2))
-    _write(folder / "special_tokens_map.json", json.dumps({"eos_token": EOS, "pad_token": PAD}, indent=2))
+    write_atomic(folder / "tokenizer.json", backend.to_str(pretty=True))
+    write_atomic(folder / "tokenizer_config.json", json.dumps(settings, indent=2))
+    write_atomic(folder / "special_tokens_map.json", json.dumps({"eos_token": EOS, "pad_token": PAD}, indent=2))
     return Tokenizer(folder)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".tmp")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
