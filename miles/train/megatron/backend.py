@@ -89,7 +89,7 @@ class MegatronBackend:
         torch.set_num_threads(self.config.num_threads)
         platform.quiet_import_warnings()
         self.platform = platform.choose_platform(self.config.device, rank)
-        self.shim = platform.apply_cpu_shim() if self.platform.is_cpu else ()
+        self.shim = (platform.apply_cpu_shim() if self.platform.is_cpu else ()) + platform.define_missing_names()
         self.mesh = mesh.join(
             self.config.parallel,
             self.platform,
@@ -105,6 +105,7 @@ class MegatronBackend:
             self.model, self.config, self.mesh, self.platform, self.choice, install=self._install
         )
         self.bound = self.family.weights.bind(self.model.map_shape)
+        self.full_tensors = weights.FullTensors(self.bound, self.mesh)
         self.optimizer = MasterAdamW(
             self.chunks, self.config.optimizer, self.mesh, lambda name: weights.is_replicated(name, self.bound)
         )
@@ -156,7 +157,7 @@ class MegatronBackend:
 
     def state_for_sync(self) -> Iterator[tuple[str, torch.Tensor]]:
         """HF names and full tensors on global rank 0, nothing elsewhere; every rank must exhaust it."""
-        return weights.gather_hf(weights.local_parameters(self.chunks), self.bound, self.mesh)
+        return self.full_tensors.gather(weights.local_parameters(self.chunks))
 
     def export_hf(self, directory: Path) -> None:
         """Write an HF folder (atomic): weights, config.json, tokenizer files of the model folder."""

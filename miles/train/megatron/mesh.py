@@ -32,11 +32,6 @@ class Mesh:
     def is_last_stage(self) -> bool:
         return self.layout.pp_rank == self.layout.pp_size - 1
 
-    @property
-    def holds_saved_copy(self) -> bool:
-        """One rank per set of equal parameters writes them."""
-        return self.layout.dp_rank == 0 and self.layout.cp_rank == 0
-
 
 def join(
     parallel: ParallelConfig,

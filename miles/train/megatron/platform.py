@@ -8,7 +8,6 @@ in which CUDA is already in use. Nothing else in Miles patches megatron-core.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -41,6 +40,21 @@ class Symbol:
 
 CPU_SYMBOLS = (
     Symbol("torch.cuda.current_device", "parameters and buffers are created on 'the current device'", ("0.16.1",)),
+    Symbol(
+        "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
+        "a CUDA stream is created when the first dispatcher is built",
+        ("0.16.1",),
+    ),
+    Symbol(
+        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+        "split sizes are fetched over a CUDA stream; on a CPU they only change their type",
+        ("0.16.1",),
+    ),
+)
+
+# Set on every machine without Transformer Engine, GPU or not.
+MISSING_NAMES = (
+    Symbol("moe_utils.te_general_gemm", "the router reads a name that only Transformer Engine defines", ("0.16.1",)),
 )
 
 _applied = False
@@ -80,8 +94,24 @@ def apply_cpu_shim() -> tuple[Symbol, ...]:
     if not _applied:
         cpu = torch.device("cpu")
         _replace(torch.cuda, "current_device", lambda: cpu)
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+        _replace(Dispatcher, "cuda_dtoh_stream", _NoStream())
+        _replace(Dispatcher, "_maybe_dtoh_and_synchronize", _splits_as_numpy)
         _applied = True
     return CPU_SYMBOLS
+
+
+def define_missing_names() -> tuple[Symbol, ...]:
+    """Define `MISSING_NAMES` as None in a verified version without Transformer Engine; returns what was set."""
+    if megatron_version() not in MISSING_NAMES[0].versions:
+        return ()
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "te_general_gemm"):
+        return ()
+    moe_utils.te_general_gemm = None
+    return MISSING_NAMES
 
 
 def quiet_import_warnings() -> None:
@@ -90,7 +120,21 @@ def quiet_import_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def _replace(owner: Any, name: str, value: Callable[..., Any]) -> None:
+class _NoStream:
+    """Stands where megatron-core keeps a CUDA stream that nothing uses on a CPU."""
+
+
+def _splits_as_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """The all-to-all takes its split sizes as host arrays; they are ready as soon as they are computed."""
+    if point == dispatcher.cuda_dtoh_point and not dispatcher.drop_and_pad:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            value = getattr(dispatcher, name)
+            if torch.is_tensor(value):
+                setattr(dispatcher, name, value.numpy())
+    return tokens_per_expert
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
     if not hasattr(owner, name):
         raise PlatformError(
             f"{owner.__name__}.{name} no longer exists in this torch version; the CPU shim must be revised"

@@ -21,7 +21,7 @@ from miles.train.errors import CheckpointError
 from miles.train.megatron import rng
 from miles.train.megatron.mesh import Mesh
 from miles.train.megatron.optimizer import MOMENTS, MasterAdamW
-from miles.train.megatron.weights import cut_of, is_replicated, untied
+from miles.train.megatron.weights import cut_of, is_replicated, owns, untied
 
 
 def save_shards(
@@ -56,9 +56,8 @@ def _owns(name: str, bound: BoundMap, mesh: Mesh) -> bool:
     if untied(name, bound) != name:
         return False
     entry = bound.entry(name)
-    copies = mesh.expert_dp if entry.rule.per_expert else mesh.dp_cp
     rank, _ = cut_of(entry, mesh)
-    return dist.get_rank(copies) == 0 and (rank == 0 or not is_replicated(name, bound))
+    return owns(entry, mesh) and (rank == 0 or not is_replicated(name, bound))
 
 
 def _together(mesh: Mesh, folder: Path, work: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -63,9 +64,14 @@ def untied(name: str, bound: BoundMap) -> str:
     return "embedding.word_embeddings.weight" if bound.shape.tied and name == "output_layer.weight" else name
 
 
+def cut_group(entry: Entry, mesh: Mesh) -> dist.ProcessGroup:
+    """The tensor-parallel group that cuts this entry."""
+    return mesh.expert_tp if entry.rule.per_expert else mesh.tp
+
+
 def cut_of(entry: Entry, mesh: Mesh) -> tuple[int, int]:
-    """(rank, size) of the tensor-parallel group that cuts this entry."""
-    group = mesh.expert_tp if entry.rule.per_expert else mesh.tp
+    """(rank, size) of this rank in `cut_group`."""
+    group = cut_group(entry, mesh)
     return dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -80,28 +86,88 @@ def read_local(
     return entry.to_local(read, local=tuple(shape), rank=rank, parallel=parallel)
 
 
-def gather_hf(named: Mapping[str, torch.Tensor], bound: BoundMap, mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full HF tensors on global rank 0, one entry at a time, in the map's order; other ranks take part and yield nothing.
+@dataclass(frozen=True)
+class Owner:
+    """The rank that assembles a parameter, and its local shape there."""
 
-    Every rank must call this and exhaust it. With one process the tensors may alias the parameters.
-    """
-    if not mesh.holds_saved_copy:
-        return
-    if mesh.layout.world_size == 1:
-        for entry in bound.entries.values():
-            yield from entry.to_hf([named[entry.mcore].detach()])
-        return
-    for entry in bound.entries.values():
-        local = named.get(entry.mcore)
-        rank, parallel = cut_of(entry, mesh)
-        group = mesh.expert_tp if entry.rule.per_expert else mesh.tp
-        full: list[tuple[str, torch.Tensor]] | None = None
-        if local is not None:
-            pieces = [torch.empty_like(local) for _ in range(parallel)] if rank == 0 else None
-            if parallel == 1:
-                pieces = [local.detach()]
-            else:
-                dist.gather(local.detach().contiguous(), pieces, group=group, group_dst=0)
-            full = entry.to_hf(pieces) if rank == 0 and pieces is not None else None
-        if full is not None and mesh.layout.rank == 0:
-            yield from full
+    rank: int
+    shape: tuple[int, ...]
+
+
+def owns(entry: Entry, mesh: Mesh) -> bool:
+    """One rank of those with equal copies of a local parameter stands for them."""
+    copies = mesh.expert_dp if entry.rule.per_expert else mesh.dp_cp
+    return dist.get_rank(copies) == 0
+
+
+class FullTensors:
+    """Assembles full HF tensors on global rank 0 from the parameters of all ranks, one entry at a time."""
+
+    def __init__(self, bound: BoundMap, mesh: Mesh) -> None:
+        self.bound = bound
+        self.mesh = mesh
+        self._owners: dict[str, Owner] | None = None
+
+    def gather(self, named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """HF names and tensors in the map's order; ranks other than 0 take part and yield nothing.
+
+        Every rank must exhaust the iterator. The tensors may alias the parameters.
+        """
+        if self.mesh.layout.world_size == 1:
+            for entry in self.bound.entries.values():
+                yield from entry.to_hf([named[entry.mcore].detach()])
+            return
+        owners = self._find_owners(named)
+        # One precision per set of tensors: parameters, or fp32 moments.
+        dtype = next(iter(named.values())).dtype
+        for entry in self.bound.entries.values():
+            full = self._assemble(entry, named.get(entry.mcore))
+            owner = owners[entry.mcore]
+            if owner.rank != 0:
+                full = self._hand_over(entry, owner, full, dtype)
+            if full is not None and self.mesh.layout.rank == 0:
+                yield from full
+
+    def _assemble(self, entry: Entry, local: torch.Tensor | None) -> list[tuple[str, torch.Tensor]] | None:
+        """Full tensors on the entry's owner, None elsewhere."""
+        if local is None or not owns(entry, self.mesh):
+            return None
+        rank, parallel = cut_of(entry, self.mesh)
+        local = local.detach().contiguous()
+        if parallel == 1 or all(axis is None for axis in entry.rule.axes):
+            return entry.to_hf([local] * parallel) if rank == 0 else None
+        pieces = [torch.empty_like(local) for _ in range(parallel)] if rank == 0 else None
+        dist.gather(local, pieces, group=cut_group(entry, self.mesh), group_dst=0)
+        return entry.to_hf(pieces) if pieces is not None else None
+
+    def _hand_over(
+        self, entry: Entry, owner: Owner, full: list[tuple[str, torch.Tensor]] | None, dtype: torch.dtype
+    ) -> list[tuple[str, torch.Tensor]] | None:
+        """Send from the owner to global rank 0."""
+        if self.mesh.layout.rank == owner.rank and full is not None:
+            for _, tensor in full:
+                dist.send(tensor, dst=0)
+            return None
+        if self.mesh.layout.rank != 0:
+            return None
+        _, parallel = cut_of(entry, self.mesh)
+        received = []
+        for name, shape in zip(entry.hf, entry.hf_shapes(owner.shape, parallel), strict=True):
+            tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+            dist.recv(tensor, src=owner.rank)
+            received.append((name, tensor))
+        return received
+
+    def _find_owners(self, named: Mapping[str, torch.Tensor]) -> dict[str, Owner]:
+        if self._owners is None:
+            mine = {}
+            for name, tensor in named.items():
+                if untied(name, self.bound) != name:
+                    continue
+                entry = self.bound.entry(name)
+                if owns(entry, self.mesh) and cut_of(entry, self.mesh)[0] == 0:
+                    mine[name] = Owner(self.mesh.layout.rank, tuple(tensor.shape))
+            everyone: list[dict[str, Owner]] = [{} for _ in range(self.mesh.layout.world_size)]
+            dist.all_gather_object(everyone, mine)
+            self._owners = {name: owner for part in everyone for name, owner in part.items()}
+        return self._owners

@@ -42,6 +42,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
     )
 
 
+@pytest.fixture(scope="session")
+def moe_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
+    """A Qwen3-MoE of 2 layers with 4 experts, 2 for each token."""
+    from miles.models.config import ModelShape
+    from miles.models.create import create_checkpoint
+
+    shape = ModelShape(
+        hidden_size=32, head_dim=8, init_std=0.2, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=16
+    )
+    return create_checkpoint(
+        tmp_path_factory.mktemp("model") / "moe",
+        family="qwen3_moe",
+        shape=shape,
+        tokenizer_dir=tokenizer_dir,
+        seed=3,
+    )
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -117,9 +135,16 @@ def ranks() -> Callable[..., list[Any]]:
 
 
 def make_samples(
-    count: int = 16, *, prompt: int = 4, response: int = 4, vocab: int = 14, seed: int = 0, ragged: bool = False
+    count: int = 16,
+    *,
+    prompt: int = 4,
+    response: int = 4,
+    vocab: int = 15,
+    seed: int = 0,
+    ragged: bool = False,
+    off_policy: bool = False,
 ) -> list[Any]:
-    """Synthetic finished samples, groups of 4."""
+    """Synthetic finished samples, groups of 4; off-policy ones carry old log-probs, so that ratios differ from 1."""
     from miles.data.sample import Sample, Status
 
     generator = np.random.default_rng(seed)
@@ -136,6 +161,7 @@ def make_samples(
                 before,
                 reward=float(generator.random()),
                 status=Status.COMPLETED,
+                old_log_probs=-generator.uniform(0.5, 4.0, after).astype(np.float32) if off_policy else None,
             )
         )
     return samples

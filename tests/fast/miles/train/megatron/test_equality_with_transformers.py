@@ -45,6 +45,16 @@ def test_logits_equal_transformers(parallel, ranks, toolbox, model_dir, tokens, 
     assert (got[..., :15] - reference).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"dp": 2, "ep": 2}, {"tp": 2, "sp": True, "ep": 2, "etp": 1}],
+    ids=["ep1", "ep2", "tp2_ep2_etp1"],
+)
+def test_mixture_of_experts_logits_equal_transformers(parallel, ranks, toolbox, moe_dir, tokens):
+    got = ranks(our_logits(toolbox, moe_dir, tokens, **parallel), 2 if parallel else 1)[0]
+    assert (got[..., :15] - hf_logits(moe_dir, tokens)).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("rope", ["linear", "yarn", "llama3"])
 def test_logits_equal_transformers_under_scaled_rope(rope, ranks, toolbox, model_dir, tokens, tmp_path):
     import json
@@ -86,6 +96,20 @@ def test_round_trip_through_the_mesh_is_bit_equal(tied, tp, ranks, toolbox, toke
     written, original = load_file(tmp_path / "out/model.safetensors"), load_file(folder / "model.safetensors")
     assert set(names[0]) == set(original)
     assert all(not extra for extra in names[1:]), "only the sync rank yields"
+    assert set(written) == set(original)
+    assert all(torch.equal(written[name], original[name]) for name in original)
+
+
+@pytest.mark.parametrize("parallel", [{"dp": 2, "ep": 2}, {"tp": 2, "sp": True, "ep": 2, "etp": 1}], ids=str)
+def test_round_trip_of_experts_is_bit_equal(parallel, ranks, toolbox, moe_dir, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    def body(rank, world, port):
+        toolbox.backend(moe_dir, rank, world, port, **parallel).export_hf(tmp_path / "out")
+
+    ranks(body, 2)
+    written, original = load_file(tmp_path / "out/model.safetensors"), load_file(moe_dir / "model.safetensors")
     assert set(written) == set(original)
     assert all(torch.equal(written[name], original[name]) for name in original)
 

@@ -8,6 +8,13 @@ MESHES = {
     "tp2": {"tp": 2},
     "tp2_sp": {"tp": 2, "sp": True},
     "dp2": {"dp": 2},
+    "tp2_dp2": {"tp": 2, "dp": 2},
+}
+MOE_MESHES = {
+    "dp2": {"dp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+    "tp2_ep2_etp1": {"tp": 2, "sp": True, "ep": 2, "etp": 1},
+    "tp2_etp2": {"tp": 2, "sp": True},
 }
 
 
@@ -15,12 +22,12 @@ def gradients(toolbox, model_dir, layout, steps=2, tokens=8192, **parallel):
     """Body of a rank: full gradients by Hugging Face name (rank 0), and the metrics of `steps` steps."""
 
     def body(rank, world, port):
-        from miles.train.megatron import loop, weights
+        from miles.train.megatron import loop
 
         backend = toolbox.backend(model_dir, rank, world, port, **parallel)
         multiple = parallel.get("tp", 1) if parallel.get("sp") else 1
         batch = toolbox.batch(
-            toolbox.samples(ragged=True, response=6),
+            toolbox.samples(ragged=True, response=6, off_policy=True),
             dp=parallel.get("dp", 1),
             layout=layout,
             tokens=tokens,
@@ -29,7 +36,7 @@ def gradients(toolbox, model_dir, layout, steps=2, tokens=8192, **parallel):
         mine = batch.for_rank(backend.parallel_layout.dp_rank)
         loop.forward_backward(backend.chunks, backend._inputs(mine), backend._objective, backend.mesh)
         named = {item.name: item.master.grad.clone() for item in backend.optimizer.masters}
-        grads = dict(weights.gather_hf(named, backend.bound, backend.mesh))
+        grads = dict(backend.full_tensors.gather(named))
         return grads, [backend.step(mine) for _ in range(steps)], backend.logprobs(mine)
 
     return body
@@ -60,7 +67,20 @@ def test_gradient_equals_the_single_process_gradient(mesh, ranks, toolbox, model
     world = parallel.get("tp", 1) * parallel.get("dp", 1)
     results = ranks(gradients(toolbox, model_dir, "bshd", **parallel), world)
     check_equal(results[0], single)
+    assert abs(results[0][1][0]["train/loss"]) > 0.01, "a loss near zero would prove nothing"
     assert [metrics for _, metrics, _ in results] == [results[0][1]] * world, "metrics differ between ranks"
+
+
+@pytest.fixture(scope="module")
+def single_moe(ranks, toolbox, moe_dir):
+    return ranks(gradients(toolbox, moe_dir, "bshd"), 1)[0]
+
+
+@pytest.mark.parametrize("mesh", MOE_MESHES)
+def test_gradient_of_experts_equals_the_single_process_gradient(mesh, ranks, toolbox, moe_dir, single_moe):
+    parallel = MOE_MESHES[mesh]
+    results = ranks(gradients(toolbox, moe_dir, "bshd", **parallel), 2)
+    check_equal(results[0], single_moe)
 
 
 @pytest.mark.parametrize(("layout", "tokens"), [("thd", 8192), ("thd", 24), ("bshd", 24)])

@@ -62,12 +62,10 @@ def test_any_mesh_loads_any_checkpoint_bit_for_bit(before, after, ranks, toolbox
     first = ranks(train(toolbox, model_dir, tmp_path, 0, 2, save_at=(2,), **before), size)
 
     def reload(rank, world, port):
-        from miles.train.megatron import weights
-
         backend = toolbox.backend(model_dir, rank, world, port, loaded=False, **after)
         backend.load_checkpoint(tmp_path)
         moments = backend.optimizer.moments()["exp_avg_sq"]
-        full = dict(weights.gather_hf(moments, backend.bound, backend.mesh))
+        full = dict(backend.full_tensors.gather(moments))
         return dict(backend.state_for_sync()), full, backend.optimizer.steps
 
     got, moments, steps = ranks(reload, {(): 1}.get(tuple(after), 2))[0]
@@ -75,6 +73,24 @@ def test_any_mesh_loads_any_checkpoint_bit_for_bit(before, after, ranks, toolbox
     assert all(torch.equal(first[0][3][name], got[name]) for name in got)
     assert set(moments) == set(got)
     assert any(moment.abs().sum() > 0 for moment in moments.values())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [({"dp": 2, "ep": 2}, {}), ({}, {"dp": 2, "ep": 2})], ids=["2to1", "1to2"]
+)
+def test_experts_reshard_bit_for_bit(before, after, ranks, toolbox, moe_dir, tmp_path):
+    import torch
+
+    first = ranks(train(toolbox, moe_dir, tmp_path, 0, 2, save_at=(2,), **before), 2 if before else 1)
+
+    def reload(rank, world, port):
+        backend = toolbox.backend(moe_dir, rank, world, port, loaded=False, **after)
+        backend.load_checkpoint(tmp_path)
+        return dict(backend.state_for_sync())
+
+    got = ranks(reload, 2 if after else 1)[0]
+    assert got.keys() == first[0][3].keys()
+    assert all(torch.equal(first[0][3][name], got[name]) for name in got)
 
 
 def test_saving_again_replaces_and_prunes_and_names_what_it_skipped(ranks, toolbox, model_dir, tmp_path):
