@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,12 +42,12 @@ def all_reduce(
 
 class _AllReduceSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: torch.Tensor, group: dist.ProcessGroup, name: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, name: str) -> torch.Tensor:
         ctx.group, ctx.name = group, name
         return all_reduce(tensor.clone(), group=group, name=name)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return all_reduce(grad.contiguous().clone(), group=ctx.group, name=f"gradient of {ctx.name}"), None, None
 
 

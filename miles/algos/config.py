@@ -19,7 +19,7 @@ class KLConfig(StrictModel):
 
     where: Literal["none", "reward", "loss"] = "none"
     estimator: Literal["k1", "k2", "k3", "low_var", "support_exact"] = "k1"
-    coef: float = Field(0.0, ge=0.0)
+    coef: float = Field(default=0.0, ge=0.0)
     # Multiply the loss form by the ratio to the sampling policy, gradient through the ratio.
     unbiased: bool = False
 
@@ -45,8 +45,8 @@ class RejectConfig(StrictModel):
     """Weight 0 where the off-policy weight at `level` leaves [lo, hi]; lo defaults to 1/hi."""
 
     level: Level = "geometric"
-    lo: float | None = Field(None, gt=0.0)
-    hi: float = Field(1.05, gt=1.0)
+    lo: float | None = Field(default=None, gt=0.0)
+    hi: float = Field(default=1.05, gt=1.0)
 
     @property
     def low(self) -> float:
@@ -58,10 +58,10 @@ class CorrectionConfig(StrictModel):
 
     mode: Literal["none", "truncate", "clip", "mask"] = "none"
     level: Level = "token"
-    lo: float | None = Field(None, gt=0.0)
-    hi: float = Field(2.0, gt=1.0)
+    lo: float | None = Field(default=None, gt=0.0)
+    hi: float = Field(default=2.0, gt=1.0)
     reject: RejectConfig | None = None
-    veto: float | None = Field(None, gt=0.0, lt=1.0)
+    veto: float | None = Field(default=None, gt=0.0, lt=1.0)
     # Use the rollout's log-probs as the old policy: no weight is then left to correct.
     bypass: bool = False
 
@@ -94,9 +94,9 @@ class OPSMConfig(StrictModel):
 class ValueConfig(StrictModel):
     """Critic of `advantage: gae`."""
 
-    coef: float = Field(0.5, gt=0.0)
-    eps_clip: float = Field(0.2, gt=0.0)
-    lr: float = Field(1e-3, gt=0.0)
+    coef: float = Field(default=0.5, gt=0.0)
+    eps_clip: float = Field(default=0.2, gt=0.0)
+    lr: float = Field(default=1e-3, gt=0.0)
 
 
 class AlgoConfig(StrictModel):
@@ -104,21 +104,21 @@ class AlgoConfig(StrictModel):
     loss: Literal["ppo_clip", "dual_clip", "gspo", "cispo", "sft"] = "ppo_clip"
     # GRPO divides by the group's standard deviation; false is Dr. GRPO.
     normalize_std: bool = True
-    gamma: float = Field(1.0, ge=0.0, le=1.0)
-    gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
+    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
+    gae_lambda: float = Field(default=1.0, ge=0.0, le=1.0)
     value: ValueConfig = ValueConfig()
-    eps_clip: float = Field(0.2, gt=0.0)
-    eps_clip_high: float | None = Field(None, gt=0.0)
+    eps_clip: float = Field(default=0.2, gt=0.0)
+    eps_clip_high: float | None = Field(default=None, gt=0.0)
     dual_clip_c: float | None = None
     kl: KLConfig = KLConfig()
-    entropy_coef: float = Field(0.0, ge=0.0)
+    entropy_coef: float = Field(default=0.0, ge=0.0)
     # On-policy distillation: A -= opd_coef·(old - teacher log-probs).
-    opd_coef: float = Field(0.0, ge=0.0)
+    opd_coef: float = Field(default=0.0, ge=0.0)
     correction: CorrectionConfig = CorrectionConfig()
     opsm: OPSMConfig | None = None
     reduction: Literal["rollout_mean", "token_mean", "fixed"] = "rollout_mean"
     # L_max of `reduction: fixed`, in tokens.
-    fixed_length: int | None = Field(None, ge=1)
+    fixed_length: int | None = Field(default=None, ge=1)
     mask_truncated: bool = False
     zero_variance: Literal["keep", "drop"] = "keep"
     nonfinite: Literal["raise", "skip_step"] = "raise"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -187,11 +187,14 @@ def _held(layout: ContextLayout, padded: Sequence[int], rank: int, kind: str) ->
 
 def _select(micro_batch: MicroBatch, keep: np.ndarray) -> MicroBatch:
     names = ("sequence", "response_index", "target_ids", "mask", "weights", "advantages", "returns", *OPTIONAL_FIELDS)
-    fields = {name: getattr(micro_batch, name) for name in names}
+    chosen: dict[str, Any] = {}
+    for name in names:
+        value = getattr(micro_batch, name)
+        chosen[name] = None if value is None else value[keep]
     support = micro_batch.support
     return replace(
         micro_batch,
-        **{name: None if value is None else value[keep] for name, value in fields.items()},
+        **chosen,
         support=None if support is None else support.select(keep),
     )
 

@@ -123,7 +123,7 @@ def target_check(targets: torch.Tensor, vocab_size: int) -> Callable[[], None]:
 
 class _Scores(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
@@ -164,7 +164,7 @@ class _Scores(torch.autograd.Function):
         return log_probs, full
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
         logits, targets, lse, full = ctx.saved_tensors
         start, valid, temperature, chunk_rows, entropy = ctx.options
         grad = logits_gradient(

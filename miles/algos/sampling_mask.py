@@ -56,7 +56,7 @@ def support_log_probs(
 
 class _Support(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
@@ -99,7 +99,7 @@ class _Support(torch.autograd.Function):
         return sums[1] - lse, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_log_probs: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         columns, rows, p, local, chosen = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad_log_probs.device)
         values = (chosen.to(torch.float32) - p) * grad_log_probs[rows] / ctx.temperature
@@ -177,11 +177,11 @@ def support_log_softmax(
 
 class _ReplicateSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         return all_reduce(values.clone(), group=group, name="support logits")
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 

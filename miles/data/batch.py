@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -236,7 +236,7 @@ def _gather(
 
 def _dummy(source: _Source, pad_id: int) -> Sample:
     """One masked response token: keeps collectives and autograd alike on every rank."""
-    zeros = {name: np.zeros(1, dtype=np.float32) for name in source.fields}
+    zeros: dict[str, Any] = {name: np.zeros(1, dtype=np.float32) for name in source.fields}
     sample = Sample("dummy", -1, -1, np.full(2, pad_id, dtype=np.int64), 1, status=Status.COMPLETED, **zeros)
     if source.use_support:
         vocab_size = next((s.sampling_mask.vocab_size for s in source.samples if s.sampling_mask), pad_id + 1)

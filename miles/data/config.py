@@ -13,7 +13,7 @@ from miles.config import StrictModel
 class CopyDigitsConfig(StrictModel):
     """`352=` is answered by `352`."""
 
-    digits: int = Field(3, ge=1, le=64)
+    digits: int = Field(default=3, ge=1, le=64)
 
 
 class ReasoningGymConfig(StrictModel):
@@ -40,10 +40,10 @@ class DataConfig(StrictModel):
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
     jsonl: JsonlConfig | None = None
     # Share of prompts that training never sees; 0 trains on all (then `held_out` is refused).
-    held_out_fraction: float = Field(0.1, ge=0.0, lt=1.0)
-    max_prompt_tokens: int = Field(1024, ge=1)
+    held_out_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
+    max_prompt_tokens: int = Field(default=1024, ge=1)
     # Tokens of one micro-batch on one context-parallel rank.
-    max_tokens_per_gpu: int = Field(8192, ge=1)
+    max_tokens_per_gpu: int = Field(default=8192, ge=1)
     balance: Literal["none", "tokens", "flops"] = "tokens"
     partial_step: Literal["drop", "train"] = "drop"
     layout: Literal["bshd", "thd"] = "thd"

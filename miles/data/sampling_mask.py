@@ -19,7 +19,7 @@ def _integers(name: str, value: object, dtype: type) -> np.ndarray:
     info = np.iinfo(dtype)
     if array.size and (int(array.min()) < info.min or int(array.max()) > info.max):
         raise ValueError(f"sampling mask: {name} does not fit {np.dtype(dtype).name}")
-    owned = array.astype(dtype, copy=True)
+    owned: np.ndarray = array.astype(dtype, copy=True)
     owned.setflags(write=False)
     return owned
 
@@ -95,9 +95,10 @@ class RolloutSamplingMask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RolloutSamplingMask):
             return NotImplemented
-        same_logprobs = (self.logprobs is None) == (other.logprobs is None) and (
-            self.logprobs is None or np.array_equal(self.logprobs, other.logprobs)
-        )
+        if self.logprobs is None or other.logprobs is None:
+            same_logprobs = self.logprobs is other.logprobs
+        else:
+            same_logprobs = np.array_equal(self.logprobs, other.logprobs)
         return (
             self.vocab_size == other.vocab_size
             and np.array_equal(self.ids, other.ids)

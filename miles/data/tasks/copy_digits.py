@@ -11,7 +11,7 @@ from miles.data.tasks import TaskItem
 class CopyDigits:
     name = "copy_digits"
     alphabet = "0123456789="
-    size = None
+    size: int | None = None
 
     def __init__(self, config: CopyDigitsConfig, seed: int) -> None:
         self.digits = config.digits

@@ -17,7 +17,7 @@ _SEED_STRIDE = 1_000_003_019
 class ReasoningGym:
     name = "reasoning_gym"
     alphabet = string.printable[:95] + "\n"
-    size = None
+    size: int | None = None
 
     def __init__(self, config: ReasoningGymConfig, seed: int) -> None:
         try:
