@@ -40,7 +40,7 @@ def last_boxed(text: str) -> str | None:
 def normalised(answer: str) -> str:
     r"""Plain spelling: no `$`, `\left`, `\text{}`, thousands separators or white space; `\frac{a}{b}` as (a)/(b)."""
     text = answer.strip().strip("$").strip().rstrip(".")
-    text = re.sub(r"\\(left|right|!|,|;| )", "", text)
+    text = re.sub(r"\\(left|right|!|,|;| )", "", text).replace("{,}", ",")
     text = re.sub(r"\\(text|mathrm|mbox)\{([^{}]*)\}", r"\2", text)
     text = text.replace("\\cdot", "*").replace("\\times", "*").replace("\\pi", "pi").replace("^\\circ", "")
     text = re.sub(r"\\sqrt\{([^{}]+)\}", r"sqrt(\1)", text)
@@ -61,12 +61,14 @@ def as_number(text: str) -> Fraction | None:
         return None if value is None else value / 100
     if _NUMBER.match(text):
         return Fraction(text)
-    sign = -1 if text.startswith("-(") else 1
-    top, slash, bottom = text.lstrip("-" if sign < 0 else "").partition("/")
+    if text[:1] == "-":
+        value = as_number(text[1:])
+        return None if value is None else -value
+    top, slash, bottom = text.partition("/")
     if slash and "/" not in bottom:
         a, b = as_number(top), as_number(bottom)
         if a is not None and b:
-            return sign * a / b
+            return a / b
     return None
 
 
