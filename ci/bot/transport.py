@@ -38,9 +38,13 @@ class Transport:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise TransportError(f"not an HTTP address: {parts.scheme}://{parts.hostname}")
-        kind = http.client.HTTPConnection if parts.scheme == "http" else http.client.HTTPSConnection
-        extra = {"context": ssl.create_default_context()} if parts.scheme == "https" else {}
-        connection = kind(parts.hostname, parts.port, timeout=self.timeout_s, **extra)  # type: ignore[arg-type]
+        if parts.scheme == "https":
+            context = ssl.create_default_context()
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                parts.hostname, parts.port, timeout=self.timeout_s, context=context
+            )
+        else:
+            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=self.timeout_s)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         try:
             connection.request(method, target, body=body, headers=dict(headers))

@@ -30,15 +30,15 @@ _GPU: dict[str, Any] = {
 # Shard or file, decided once, in one place, for every backend.
 _SCRIPT = """
 if [[ -n "$TEST_FILE" ]]; then
-  target=(--file "$TEST_FILE")
-  if [[ -n "$TEST_NODE" ]]; then target+=(--node "$TEST_NODE"); fi
+  target=(--file "$TEST_FILE${TEST_NODE:+::$TEST_NODE}")
 else
-  target=(--shard "$SHARD" --plan plan/plan.json --digest "$PLAN_DIGEST")
+  export MILES_CI_PLAN=plan/plan.json
+  target=(--shard "$SHARD")
 fi
 python -m ci run --suite "$SUITE" "${target[@]}" --results results
 """
 _ENV = {
-    "PLAN_DIGEST": "${{ inputs.plan_digest }}",
+    "MILES_CI_PLAN_DIGEST": "${{ inputs.plan_digest }}",
     "SHARD": "${{ inputs.shard }}",
     "SUITE": "${{ inputs.suite }}",
     "TEST_FILE": "${{ inputs.file }}",
