@@ -5,16 +5,18 @@ Deterministic: depends on ids, durations and device counts only, not on input or
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ci.plan.slots import Filling, Job, area, lower_bound, makespan, start_order
+from ci.plan.slots import Filling, Job, area, lower_bound, makespan, start_key
 
 MAX_EVALUATIONS = 20_000
-# An evaluation costs as much as it has tests to schedule: with thousands of tests in a shard the division
-# is even long before 20,000 evaluations, and a plan must stay under half a second.
-MAX_SCHEDULED = 100_000
+# Where a trial needs a schedule, it costs as much as it has tests, so their number bounds the search too, and
+# it ends 1 % above the bound: estimates are never that good, and a plan must stay under half a second.
+MAX_SCHEDULED = 20_000
+CLOSE_ENOUGH = 1.01
 
 J = TypeVar("J", bound=Job)
 
@@ -58,9 +60,7 @@ def shard_count(
     pieces = len(jobs) if units is None else units
     if pieces == 0:
         return 0
-    wanted = -(
-        -sum(job.ms * (width if job.serial else job.devices) for job in jobs) // (width * (target_ms - setup_ms))
-    )
+    wanted = -(-area(jobs, width) // (width * (target_ms - setup_ms)))
     ceiling = min(max_shards, pieces, slots if slots is not None else max_shards)
     return max(1, min(max(wanted, min_shards), ceiling))
 
@@ -70,122 +70,144 @@ def divide(jobs: Sequence[J], *, width: int, shards: int) -> Division[J]:
     count = min(shards, len(jobs))
     if count == 0:
         return Division((), (), 0)
-    bound = lower_bound(jobs, width, count)
-    groups = _longest_first(jobs, width, count)
-    _Improver(groups, width, bound).run()
-    ordered = [start_order(group) for group in groups]
-    # Shard numbers carry no meaning; a fixed order keeps plans comparable.
-    ordered.sort(key=lambda group: group[0].id)
+    ordered = sorted(jobs, key=start_key)
+    bound = lower_bound(ordered, width, count)
+    table = _Table(ordered, width)
+    groups = _longest_first(table, count)
+    search = _Search(table, groups, bound)
+    search.run()
+    # Shard numbers carry no meaning; by the first test's place in the queue they are at least stable.
+    final = sorted(zip(search.groups, search.loads, strict=True), key=lambda pair: pair[0][0])
     return Division(
-        tuple(tuple(group) for group in ordered),  # type: ignore[arg-type]
-        tuple(makespan(group, width) for group in ordered),
-        bound,
+        tuple(tuple(ordered[index] for index in group) for group, _ in final), tuple(load for _, load in final), bound
     )
 
 
-def _longest_first(jobs: Sequence[J], width: int, count: int) -> list[list[J]]:
-    """Largest k x est first, each to the shard whose length it raises least."""
-    groups: list[list[J]] = [[] for _ in range(count)]
-    fillings = [Filling(width) for _ in range(count)]
-    ordered = sorted(jobs, key=lambda job: (-job.ms * (width if job.serial else job.devices), job.id))
-    for position, job in enumerate(ordered):
-        devices = width if job.serial else job.devices
-        empty = [index for index in range(count) if not groups[index]]
+class _Table:
+    """The tests as columns; a test is its index in start order, so a sorted group is a queue."""
+
+    def __init__(self, ordered: Sequence[Job], width: int) -> None:
+        self.width = width
+        self.ms = [job.ms for job in ordered]
+        self.serial = [job.serial for job in ordered]
+        self.devices = [width if job.serial else job.devices for job in ordered]
+        self.area = [ms * devices for ms, devices in zip(self.ms, self.devices, strict=True)]
+        self.ids = [job.id for job in ordered]
+        # Lengths simply add up when no two tests can overlap; then a trial needs no schedule.
+        self.additive = all(2 * devices > width for devices in self.devices)
+        self.any_serial = any(self.serial)
+
+    def length(self, group: Sequence[int]) -> int:
+        extra = 0
+        if self.any_serial:
+            extra = sum(self.ms[index] for index in group if self.serial[index])
+            group = [index for index in group if not self.serial[index]]
+        return extra + makespan([self.ms[i] for i in group], [self.devices[i] for i in group], self.width)
+
+
+def _longest_first(table: _Table, count: int) -> list[list[int]]:
+    """Largest devices x est first, each to the shard whose length it raises least."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    fillings = [Filling(table.width) for _ in range(count)]
+    order = sorted(range(len(table.ms)), key=lambda index: (-table.area[index], table.ids[index]))
+    empty = count
+    for position, index in enumerate(order):
+        ms, devices = table.ms[index], table.devices[index]
         # The last tests fill what is still empty: no shard may ask for a runner and have nothing to run.
-        candidates = empty if len(ordered) - position <= len(empty) else range(count)
-        best = min(candidates, key=lambda i: (fillings[i].bound_with(job.ms, devices), fillings[i].area, i))
-        groups[best].append(job)
-        fillings[best].add(job.ms, devices)
+        must_fill = len(order) - position <= empty
+        best, best_key = -1, (0, 0)
+        for shard, filling in enumerate(fillings):
+            if must_fill and groups[shard]:
+                continue
+            key = (filling.bound_with(ms, devices), filling.area)
+            if best < 0 or key < best_key:
+                best, best_key = shard, key
+        empty -= not groups[best]
+        groups[best].append(index)
+        fillings[best].add(ms, devices)
+    for group in groups:
+        group.sort()
     return groups
 
 
-class _Improver(Generic[J]):
+class _Search:
     """Repeatedly take the longest shard and find a move or swap that shortens it."""
 
-    def __init__(self, groups: list[list[J]], width: int, bound: int) -> None:
+    def __init__(self, table: _Table, groups: list[list[int]], bound: int) -> None:
+        self.table = table
         self.groups = groups
-        self.width = width
-        self.bound = bound
-        self.loads = [makespan(group, width) for group in groups]
-        self.areas = [area(group, width) for group in groups]
-        # Lengths add up when every test takes the whole runner; then a trial needs no schedule.
-        self.additive = all(job.serial or job.devices == width for group in groups for job in group)
+        self.goal = bound if table.additive else int(bound * CLOSE_ENOUGH)
+        self.loads = [table.length(group) for group in groups]
+        self.areas = [sum(table.area[index] for index in group) for group in groups]
         self.evaluations = 0
         self.scheduled = 0
 
     def run(self) -> None:
         while len(self.groups) > 1 and self._within_budget():
             worst = max(range(len(self.groups)), key=lambda index: (self.loads[index], -index))
-            if self.loads[worst] <= self.bound or not self._improve(worst):
+            if self.loads[worst] <= self.goal or not self._improve(worst):
                 return
 
     def _within_budget(self) -> bool:
         return self.evaluations < MAX_EVALUATIONS and self.scheduled < MAX_SCHEDULED
 
     def _improve(self, worst: int) -> bool:
-        """Apply the best exchange with the first shard that offers one; False when none does."""
-        others = sorted(
-            (index for index in range(len(self.groups)) if index != worst), key=lambda i: (self.loads[i], i)
-        )
-        for other in others:
+        """Apply an exchange with the shortest shard that offers one; False when none does."""
+        for other in sorted(range(len(self.groups)), key=lambda index: (self.loads[index], index)):
             if self.loads[other] >= self.loads[worst]:
-                break
+                return False
             found = self._exchange(worst, other)
             if found is not None:
-                self.groups[worst], self.groups[other] = found[0], found[1]
-                for index in (worst, other):
-                    self.areas[index] = area(self.groups[index], self.width)
-                self.loads[worst], self.loads[other] = found[2], found[3]
+                give, take, new_worst, new_other = found
+                self.groups[worst], self.groups[other] = self._after(worst, other, give, take)
+                self.loads[worst], self.loads[other] = new_worst, new_other
+                gained = self.table.area[give] - (0 if take is None else self.table.area[take])
+                self.areas[worst] -= gained
+                self.areas[other] += gained
                 return True
             if not self._within_budget():
                 return False
         return False
 
-    def _exchange(self, worst: int, other: int) -> tuple[list[J], list[J], int, int] | None:
+    def _exchange(self, worst: int, other: int) -> tuple[int, int | None, int, int] | None:
         """The best exchange when lengths simply add up, else the first that shortens the pair."""
-        best: tuple[int, J, J | None, int, int] | None = None
+        best: tuple[int, int | None, int, int] | None = None
         limit = self.loads[worst]
-        mine = sorted(self.groups[worst], key=lambda job: (-job.ms, job.id))
-        theirs: list[J | None] = [None, *sorted(self.groups[other], key=lambda job: (-job.ms, job.id))]
-        for take in theirs:
-            for give in mine:
+        for take in (None, *self.groups[other]):
+            for give in self.groups[worst]:
                 if not self._within_budget():
-                    break
-                if (take is None and len(mine) == 1) or not self._promising(worst, other, give, take):
+                    return best
+                if (take is None and len(self.groups[worst]) == 1) or not self._promising(worst, other, give, take):
                     continue
                 new_worst, new_other = self._trial(worst, other, give, take)
-                longest = max(new_worst, new_other)
-                if longest < limit:
-                    best, limit = (longest, give, take, new_worst, new_other), longest
-                    if not self.additive:
-                        break
-            if best is not None and not self.additive:
-                break
-        if best is None:
-            return None
-        left, right = self._after(worst, other, best[1], best[2])
-        return left, right, best[3], best[4]
+                if max(new_worst, new_other) < limit:
+                    best, limit = (give, take, new_worst, new_other), max(new_worst, new_other)
+                    if not self.table.additive:
+                        return best
+        return best
 
-    def _promising(self, worst: int, other: int, give: J, take: J | None) -> bool:
+    def _promising(self, worst: int, other: int, give: int, take: int | None) -> bool:
         """Whether areas alone leave room for a gain: the other shard must not become as long as this one."""
-        gained = self._area(give) - (self._area(take) if take else 0)
-        if self.additive:
-            return gained > 0 and self.loads[other] + give.ms - (take.ms if take else 0) < self.loads[worst]
-        return self.areas[other] + gained < self.loads[worst] * self.width and (gained > 0 or take is not None)
+        table = self.table
+        gained = table.area[give] - (0 if take is None else table.area[take])
+        if table.additive:
+            shift = table.ms[give] - (0 if take is None else table.ms[take])
+            return 0 < shift < self.loads[worst] - self.loads[other]
+        return self.areas[other] + gained < self.loads[worst] * table.width and (gained > 0 or take is not None)
 
-    def _area(self, job: J) -> int:
-        return job.ms * (self.width if job.serial else job.devices)
-
-    def _after(self, worst: int, other: int, give: J, take: J | None) -> tuple[list[J], list[J]]:
-        left = [job for job in self.groups[worst] if job is not give] + ([take] if take else [])
-        right = [job for job in self.groups[other] if job is not take] + [give]
+    def _after(self, worst: int, other: int, give: int, take: int | None) -> tuple[list[int], list[int]]:
+        left = [index for index in self.groups[worst] if index != give]
+        right = [index for index in self.groups[other] if index != take]
+        insort(right, give)
+        if take is not None:
+            insort(left, take)
         return left, right
 
-    def _trial(self, worst: int, other: int, give: J, take: J | None) -> tuple[int, int]:
+    def _trial(self, worst: int, other: int, give: int, take: int | None) -> tuple[int, int]:
         self.evaluations += 1
-        if self.additive:
-            difference = give.ms - (take.ms if take else 0)
-            return self.loads[worst] - difference, self.loads[other] + difference
+        if self.table.additive:
+            shift = self.table.ms[give] - (0 if take is None else self.table.ms[take])
+            return self.loads[worst] - shift, self.loads[other] + shift
         left, right = self._after(worst, other, give, take)
         self.scheduled += len(left) + len(right)
-        return makespan(left, self.width), makespan(right, self.width)
+        return self.table.length(left), self.table.length(right)

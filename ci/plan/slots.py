@@ -1,14 +1,15 @@
 """How tests that need 1..G devices share one runner with G devices: the schedule, its length, its bound.
 
-The runner follows the same rule: start the longest first (decision 0501); when the head of the queue does not fit,
-reserve the earliest moment at which it will, and let a later test jump ahead only if its estimated end is
-no later than that moment, so a test of 8 devices never starves. Serial tests run at the end, alone.
+The runner follows the same rule: start the longest first (decision 0501); when the head of the queue does
+not fit, reserve the earliest moment at which it will, and let a later test jump ahead only if its estimated
+end is no later than that moment, so a test of 8 devices never starves. Serial tests run at the end, alone.
 All times are integer milliseconds.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,48 +38,88 @@ class Start:
     devices: int
 
 
-def start_order(jobs: Sequence[Job]) -> list[Job]:
-    """Queue order: longest first, then most devices, then id; serial tests last."""
-    return sorted(jobs, key=lambda job: (job.serial, -job.ms, -job.devices, job.id))
+def start_key(job: Job) -> tuple[bool, int, int, str]:
+    """Sort key of the queue: longest first, then most devices, then id; serial tests last."""
+    return (job.serial, -job.ms, -job.devices, job.id)
 
 
 def schedule(jobs: Sequence[Job], width: int) -> list[Start]:
-    """When each test starts on a runner with `width` devices. Raises `ValueError` for a test that never fits."""
-    for job in jobs:
+    """When each test starts on a runner with `width` devices, in order of start.
+
+    Raises `ValueError` for a test that never fits.
+    """
+    ordered = sorted(jobs, key=start_key)
+    for job in ordered:
         if job.devices > width:
             raise ValueError(f"{job.id} needs {job.devices} devices, the runner has {width}")
-    queue = [job for job in start_order(jobs) if not job.serial]
-    starts: list[Start] = []
-    running: list[tuple[int, int]] = []
-    free, now = width, 0
-    while queue:
-        while queue and queue[0].devices <= free:
-            free = _begin(queue.pop(0), now, free, running, starts)
-        if not queue:
-            break
-        reserved = _reserved_start(queue[0].devices, free, running)
-        index = 1
-        while index < len(queue) and free:
-            job = queue[index]
-            if job.devices <= free and now + job.ms <= reserved:
-                free = _begin(queue.pop(index), now, free, running, starts)
-            else:
-                index += 1
-        now = running[0][0]
-        while running and running[0][0] == now:
-            free += heapq.heappop(running)[1]
-    end = max((start.end_ms for start in starts), default=0)
-    for job in start_order(jobs):
-        if job.serial:
-            starts.append(Start(job.id, end, end + job.ms, job.devices))
-            end += job.ms
+    parallel = [job for job in ordered if not job.serial]
+    begun: list[tuple[int, int]] = []
+    end = run_queue([job.ms for job in parallel], [job.devices for job in parallel], width, begun)
+    starts = [Start(parallel[index].id, at, at + parallel[index].ms, parallel[index].devices) for index, at in begun]
+    for job in ordered[len(parallel) :]:
+        starts.append(Start(job.id, end, end + job.ms, job.devices))
+        end += job.ms
     return starts
 
 
-def _begin(job: Job, now: int, free: int, running: list[tuple[int, int]], starts: list[Start]) -> int:
-    heapq.heappush(running, (now + job.ms, job.devices))
-    starts.append(Start(job.id, now, now + job.ms, job.devices))
-    return free - job.devices
+def run_queue(ms: Sequence[int], devices: Sequence[int], width: int, begun: list[tuple[int, int]] | None = None) -> int:
+    """The end of the last of the queued tests, which are given in start order (longest first).
+
+    `begun` receives (index, start) of each. The queue is kept by device count: in each class the tests stand
+    longest first, so the first one short enough to jump ahead is found by bisection.
+    """
+    classes: dict[int, list[int]] = {}
+    for index, count in enumerate(devices):
+        classes.setdefault(count, []).append(index)
+    # In a class, negated durations ascend: what `bisect` needs.
+    negated = {count: [-ms[index] for index in members] for count, members in classes.items()}
+    running: list[tuple[int, int]] = []
+    free, now, last, waiting = width, 0, 0, len(ms)
+    blocked: int | None = None
+    while waiting:
+        limit: int | None = None
+        while True:
+            if limit is None:
+                head = min(members[0] for members in classes.values() if members) if blocked is None else blocked
+                count, position, blocked = devices[head], 0, None
+                if count > free:
+                    blocked = head
+                    # The head waits; from here on only tests that end before its reserved start may begin.
+                    limit = _reserved_start(count, free, running) - now
+                    continue
+            else:
+                found = _first_within(limit, free, classes, negated)
+                if found is None:
+                    break
+                head, count, position = found
+            del classes[count][position], negated[count][position]
+            end = now + ms[head]
+            last = max(last, end)
+            heapq.heappush(running, (end, count))
+            free -= count
+            waiting -= 1
+            if begun is not None:
+                begun.append((head, now))
+            if not waiting or not free:
+                break
+        now = running[0][0]
+        while running and running[0][0] == now:
+            free += heapq.heappop(running)[1]
+    return last
+
+
+def _first_within(
+    limit: int, free: int, classes: dict[int, list[int]], negated: dict[int, list[int]]
+) -> tuple[int, int, int] | None:
+    """(index, devices, position in its class) of the first queued test that fits the free devices and time."""
+    best: tuple[int, int, int] | None = None
+    for count, members in classes.items():
+        if count > free or not members:
+            continue
+        position = bisect_left(negated[count], -limit)
+        if position < len(members) and (best is None or members[position] < best[0]):
+            best = (members[position], count, position)
+    return best
 
 
 def _reserved_start(devices: int, free: int, running: list[tuple[int, int]]) -> int:
@@ -89,20 +130,26 @@ def _reserved_start(devices: int, free: int, running: list[tuple[int, int]]) -> 
     raise AssertionError("a test that fits the runner always gets a start")
 
 
-def makespan(jobs: Sequence[Job], width: int) -> int:
-    """Length of `schedule(jobs, width)`, without building it where a shorter way gives the same number."""
-    serial = sum(job.ms for job in jobs if job.serial)
-    parallel = [job for job in jobs if not job.serial]
-    if not parallel:
-        return serial
-    if width == 1 or all(job.devices == width for job in parallel):
-        return serial + sum(job.ms for job in parallel)
-    if all(job.devices == 1 for job in parallel):
+def makespan(ms: Sequence[int], devices: Sequence[int], width: int) -> int:
+    """The end of a queue in start order, without a schedule where a shorter way gives the same number."""
+    if not ms:
+        return 0
+    fewest, most = min(devices), max(devices)
+    if width == 1 or 2 * fewest > width:
+        return sum(ms)
+    if most == 1:
         loads = [0] * width
-        for ms in sorted((job.ms for job in parallel), reverse=True):
-            heapq.heapreplace(loads, loads[0] + ms)
-        return serial + max(loads)
-    return serial + max(start.end_ms for start in schedule(parallel, width))
+        for duration in ms:
+            heapq.heapreplace(loads, loads[0] + duration)
+        return max(loads)
+    return run_queue(ms, devices, width)
+
+
+def length(jobs: Sequence[Job], width: int) -> int:
+    """How long a runner takes for these tests, serial ones at the end."""
+    parallel = sorted((job for job in jobs if not job.serial), key=start_key)
+    serial = sum(job.ms for job in jobs if job.serial)
+    return serial + makespan([job.ms for job in parallel], [job.devices for job in parallel], width)
 
 
 def area(jobs: Sequence[Job], width: int) -> int:

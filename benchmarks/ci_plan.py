@@ -1,0 +1,196 @@
+"""How long planning takes on a tree of 10,000 test files, beside what others do on the same tree.
+
+    python benchmarks/ci_plan.py                  # all of it; pytest --collect-only takes about a minute
+    python benchmarks/ci_plan.py --files 2000 --skip-pytest
+
+Measured are whole processes as a user starts them (best of `--repeat`, cold runs once): `miles-ci plan` with
+an empty and with a filled scan cache, `miles-ci list` on 400 files, `miles-ci --help`. Beside them
+`pytest --collect-only` on the same tree and plain `ast.parse` of every file. 85 % of the files are implicit
+(tests/fast without a declaration), the rest is spread over the GPU suites. Writes benchmarks/results/ci_plan.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import platform
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINES = 120
+GPU_SUITES = [
+    ("register_cuda_ci", "stage-b-1-gpu-h200", "h200", 1),
+    ("register_cuda_ci", "stage-b-2-gpu-h200", "h200", 2),
+    ("register_cuda_ci", "stage-c-4-gpu-h200", "h200", 4),
+    ("register_cuda_ci", "stage-c-8-gpu-h200", "h200", 8),
+    ("register_cuda_ci", "stage-c-4-gpu-b200", "b200", 4),
+    ("register_rocm_ci", "stage-c-4-gpu-mi300x", "mi300x", 4),
+]
+LABELS = ["kernels", "megatron", "rollout", "sync", "precision", "short"]
+
+
+def body(chance: random.Random, header: list[str]) -> str:
+    """A test file of 120 lines: imports, fixtures, classes, parametrised tests."""
+    lines = ['"""Generated."""', "", "import math", "import pytest", "", *header]
+    number = 0
+    while len(lines) < LINES - 8:
+        value = chance.randrange(1000)
+        lines += [
+            "",
+            f'@pytest.mark.parametrize("value", [{value}, {value + 1}, {value + 2}])',
+            f"def test_case_{number}(value: int) -> None:",
+            f"    expected = [value * {chance.randrange(1, 9)} for _ in range({chance.randrange(2, 9)})]",
+            "    total = sum(expected)",
+            "    assert math.isfinite(total), f'total of {value} is {total}'",
+            "    assert {'value': value, 'total': total}['total'] == total",
+        ]
+        number += 1
+    lines += ["# end"] * (LINES - len(lines))
+    return "\n".join(lines) + "\n"
+
+
+def generate(root: Path, files: int, seed: int = 0) -> None:
+    """The tree, with this repository's registry."""
+    chance = random.Random(seed)
+    shutil.copy(ROOT / "registry.yaml", root / "registry.yaml")
+    (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts='--import-mode=importlib'\n")
+    for index in range(files):
+        if index % 100 < 85:
+            path = root / f"tests/fast/area_{index % 97}/test_{index:05}.py"
+            header: list[str] = []
+        else:
+            function, suite, hardware, gpus = GPU_SUITES[index % len(GPU_SUITES)]
+            folder = "fast-gpu" if suite == "stage-b-1-gpu-h200" else "rocm" if "rocm" in function else "e2e"
+            path = root / f"tests/{folder}/area_{index % 31}/test_{index:05}.py"
+            header = [
+                f"from ci.declare import {function}",
+                "",
+                f'{function}(est_time={chance.randrange(20, 900)}, suite="{suite}", hardware=["{hardware}"],',
+                f'    num_gpus={chance.randint(1, gpus)}, labels=["{chance.choice(LABELS)}"])',
+            ]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(body(chance, header))
+
+
+def timed(command: list[str], cwd: Path, *, ok: tuple[int, ...] = (0,)) -> tuple[float, float]:
+    """(wall, CPU) seconds of one process; CPU time tells what a quiet machine would need."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
+    environ = {key: value for key, value in environ.items() if not key.startswith("MILES_CI_")}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    elapsed = time.perf_counter() - start
+    if done.returncode not in ok:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout.decode()[-3000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return elapsed, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def best(command: list[str], cwd: Path, repeat: int) -> tuple[float, float]:
+    return min(timed(command, cwd) for _ in range(repeat))
+
+
+def planning_alone(root: Path) -> tuple[float, float]:
+    """Selection and plan in this process, everything else loaded: what planning itself costs."""
+    sys.path.insert(0, str(ROOT))
+    from ci.plan.build import build_plan
+    from ci.select.policy import Policy
+    from ci.select.selection import select
+    from ci.workspace import Workspace
+
+    space = Workspace.find(str(root))
+    catalog, fleet, durations = space.catalog, space.fleet, space.durations
+    times = []
+    for _ in range(3):
+        start, used = time.perf_counter(), time.process_time()
+        selection = select(catalog, fleet, Policy.resolve(fleet, "weekly"))
+        build_plan(catalog, fleet, selection, durations)
+        times.append((time.perf_counter() - start, time.process_time() - used))
+    return min(times)
+
+
+def parse_all(root: Path) -> tuple[float, float]:
+    start, used = time.perf_counter(), time.process_time()
+    for path in sorted((root / "tests").rglob("*.py")):
+        ast.parse(path.read_bytes())
+    return time.perf_counter() - start, time.process_time() - used
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=10_000)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--skip-pytest", action="store_true", help="leave out the minute-long pytest --collect-only")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/ci_plan.json")
+    args = parser.parse_args()
+    miles_ci = [sys.executable, "-m", "ci"]
+    plan = [*miles_ci, "plan", "--cadence", "weekly", "--out", "plan.json"]
+    times: dict[str, tuple[float, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="ci-plan-") as name:
+        tree, small = Path(name) / "large", Path(name) / "small"
+        tree.mkdir()
+        small.mkdir()
+        generate(tree, args.files)
+        generate(small, 400)
+        times["miles-ci plan, cold"] = timed(plan, tree)
+        times["miles-ci plan, warm"] = best(plan, tree, args.repeat)
+        times["planning alone"] = planning_alone(tree)
+        times["miles-ci list, 400 files, cold"] = timed([*miles_ci, "list"], small)
+        times["miles-ci list, 400 files"] = best([*miles_ci, "list"], small, args.repeat)
+        times["miles-ci list, this repository"] = best([*miles_ci, "list", "--root", str(ROOT)], ROOT, args.repeat)
+        times["miles-ci --help"] = best([*miles_ci, "--help"], ROOT, args.repeat)
+        times["ast.parse of every file"] = parse_all(tree)
+        if not args.skip_pytest:
+            collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
+            times["pytest --collect-only"] = timed(collect, tree)
+    limits = {
+        "miles-ci plan, cold": 6.0,
+        "miles-ci plan, warm": 2.0,
+        "planning alone": 0.5,
+        "miles-ci list, 400 files": 0.8,
+        "miles-ci list, this repository": 0.8,
+        "miles-ci --help": 0.2,
+    }
+    warm = times["miles-ci plan, warm"][0]
+    load = os.getloadavg()[0]
+    print(
+        f"{args.files} files of {LINES} lines, {os.cpu_count()} CPUs, Python {platform.python_version()}, load {load:.1f}"
+    )
+    print(f"{'':34} {'wall':>10} {'CPU':>10}")
+    rows = []
+    for what, (wall, cpu) in times.items():
+        limit = limits.get(what)
+        verdict = "" if limit is None else f"limit {limit:g} s: {'met' if wall <= limit else 'MISSED'}"
+        ratio = f"{wall / warm:.1f} x warm plan" if what.startswith(("ast", "pytest")) else ""
+        print(f"{what:34} {wall:8.3f} s {cpu:8.3f} s  {verdict}{ratio}")
+        rows.append(
+            {
+                "what": what,
+                "wall_s": round(wall, 4),
+                "cpu_s": round(cpu, 4),
+                "limit_s": limit,
+                "ratio_to_warm_plan": round(wall / warm, 3),
+            }
+        )
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "benchmark": "ci_plan",
+        "files": args.files,
+        "lines": LINES,
+        "python": platform.python_version(),
+        "rows": rows,
+    }
+    args.output.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
