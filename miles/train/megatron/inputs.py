@@ -11,7 +11,7 @@ import torch
 from miles.data.batch import MicroBatch
 from miles.data.tensors import BatchTensors, to_tensors
 from miles.train.errors import TrainError
-from miles.train.megatron.attention import DocumentLayout
+from miles.train.megatron.documents import DocumentLayout
 
 
 @dataclass(frozen=True, eq=False)

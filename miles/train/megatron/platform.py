@@ -7,6 +7,7 @@ in which CUDA is already in use. Nothing else in Miles patches megatron-core.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from importlib import metadata
@@ -39,6 +40,11 @@ class Symbol:
 
 
 CPU_SYMBOLS = (
+    Symbol(
+        "torch.compile",
+        "only while megatron-core is imported: its fusions would load the compiler (2 s) and compile on first use",
+        ("0.16.1",),
+    ),
     Symbol("torch.cuda.current_device", "parameters and buffers are created on 'the current device'", ("0.16.1",)),
     Symbol(
         "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
@@ -92,6 +98,7 @@ def apply_cpu_shim() -> tuple[Symbol, ...]:
     if torch.cuda.is_initialized():
         raise PlatformError("CUDA is already in use in this process; the CPU shim may only run in a CPU worker")
     if not _applied:
+        import_core_for_cpu()
         cpu = torch.device("cpu")
         _replace(torch.cuda, "current_device", lambda: cpu)
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
@@ -118,6 +125,19 @@ def quiet_import_warnings() -> None:
     """megatron-core warns at import that Transformer Engine and Apex are absent; on CPU that is expected."""
     for message in (".*Transformer Engine.*", ".*Apex.*", ".*grouped_gemm.*"):
         warnings.filterwarnings("ignore", message=message)
+
+
+def import_core_for_cpu() -> None:
+    """Import megatron-core with `torch.compile` as the identity; a process that imported it before keeps its fusions."""
+    if "megatron.core" in sys.modules:
+        return
+    compile_ = torch.compile
+    _replace(torch, "compile", lambda function=None, **_: function if function is not None else lambda inner: inner)
+    try:
+        quiet_import_warnings()
+        import megatron.core.models.gpt  # noqa: F401
+    finally:
+        torch.compile = compile_
 
 
 class _NoStream:

@@ -12,7 +12,7 @@ import torch
 
 from miles.models.errors import ModelError
 from miles.models.rope import RopeSpec
-from miles.train.megatron.attention import DocumentLayout
+from miles.train.megatron.documents import DocumentLayout
 
 
 class Rotary(torch.nn.Module):

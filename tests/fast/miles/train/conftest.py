@@ -125,12 +125,9 @@ def ranks() -> Callable[..., list[Any]]:
     torch.set_num_threads(1)
     from miles.train.megatron import platform
 
-    platform.quiet_import_warnings()
-    import megatron.core.models.gpt
-
+    platform.import_core_for_cpu()
     import miles.train.megatron.backend  # noqa: F401
 
-    assert megatron.core.models.gpt is not None
     return fork_ranks
 
 

@@ -8,6 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm(ranks):
+    """megatron-core is imported the quick way."""
+
+
 def core(heads=4, groups=2, head_dim=8):
     from types import SimpleNamespace
 
@@ -50,7 +55,7 @@ def test_grouped_causal_rows_equal_plain_attention(groups):
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 17), min_size=1, max_size=12))
 def test_packed_documents_equal_plain_masked_attention(lengths):
-    from miles.train.megatron.attention import DocumentLayout
+    from miles.train.megatron.documents import DocumentLayout
 
     layout = DocumentLayout.from_lengths(lengths, torch.device("cpu"))
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -69,7 +74,7 @@ def test_packed_documents_equal_plain_masked_attention(lengths):
 
 
 def test_bucket_padding_is_at_most_half():
-    from miles.train.megatron.attention import DocumentLayout
+    from miles.train.megatron.documents import DocumentLayout
 
     lengths = [1, 2, 3, 5, 9, 17, 33, 64, 65]
     layout = DocumentLayout.from_lengths(lengths, torch.device("cpu"))
@@ -78,7 +83,7 @@ def test_bucket_padding_is_at_most_half():
 
 def test_leak_is_detected_when_bounds_are_dropped():
     """The comparison above would fail if documents saw each other: one long document differs by far more."""
-    from miles.train.megatron.attention import DocumentLayout
+    from miles.train.megatron.documents import DocumentLayout
 
     tensors = random_qkv(16)
     split = core()(*tensors, None, packed_seq_params=DocumentLayout.from_lengths([8, 8], torch.device("cpu")))
@@ -87,7 +92,7 @@ def test_leak_is_detected_when_bounds_are_dropped():
 
 
 def test_empty_document_is_refused():
-    from miles.train.megatron.attention import DocumentLayout
+    from miles.train.megatron.documents import DocumentLayout
 
     with pytest.raises(ValueError, match="at least one token"):
         DocumentLayout.from_lengths([3, 0], torch.device("cpu"))
