@@ -60,7 +60,8 @@ def _import_ray():
     # A local cluster of one user needs neither a token file in the home folder nor usage reports.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # Ray starts workers at niceness 15; ours are the run itself, not background jobs.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
