@@ -47,6 +47,10 @@ def train(
 
         describe(loaded, overrides or [], console)
         return
+    from miles.recipe.rules import check_or_raise
+
+    for finding in check_or_raise(loaded):
+        console.print(f"{finding.severity}: {finding}", highlight=False, markup=False, soft_wrap=True)
     from miles.orchestrate.train import train as run
 
     outcome = run(loaded, overrides or [], fresh=fresh, console=console)

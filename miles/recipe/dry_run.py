@@ -1,0 +1,56 @@
+"""`miles train --dry-run`: everything that can be said before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from miles.recipe.rules import check_or_raise, facts_of
+from miles.recipe.schema import Recipe, digest
+
+# Adam on fp32 masters: master, two moments, one gradient.
+OPTIMIZER_BYTES = 16
+GIB = 1 << 30
+
+
+def parameter_count(recipe: Recipe) -> int:
+    """Parameters of the model, from its config alone."""
+    from miles.models import registry
+
+    facts = facts_of(recipe)
+    family = registry.resolve(facts.hf_config, where=facts.where)
+    total = 0
+    for _, shape, _ in family.shapes(facts.hf_config):
+        size = 1
+        for dimension in shape:
+            size *= dimension
+        total += size
+    return total
+
+
+def describe(recipe: Recipe, overrides: Sequence[str], console: Console) -> None:
+    """Apply the rules, then print the plan: processes, memory, batch, where results go. Raises on an error."""
+    findings = check_or_raise(recipe)
+    parallel, rollout = recipe.train.parallel, recipe.rollout
+    parameters = parameter_count(recipe)
+    sharded = parameters / (parallel.tp * parallel.pp)
+    weight_bytes = 4 if recipe.train.precision == "fp32" else 2
+    per_rank = sharded * (OPTIMIZER_BYTES + weight_bytes)
+    samples = rollout.batch_groups * rollout.group_size
+
+    table = Table(title=f"{recipe.name} (digest {digest(recipe)[:16]})", show_header=False)
+    table.add_row("model", f"{recipe.model.family}, {parameters:,} parameters")
+    table.add_row(
+        "trainer", f"{parallel.world_size} rank(s): tp {parallel.tp} pp {parallel.pp} cp {parallel.cp} dp {parallel.dp}"
+    )
+    table.add_row("engine", f"{recipe.engine.count} x {recipe.engine.engine} on {recipe.engine.device}")
+    table.add_row("memory per rank", f"{per_rank / GIB:.3f} GiB for weights, gradients and optimizer")
+    table.add_row("step", f"{rollout.batch_groups} prompts x {rollout.group_size} = {samples} samples")
+    table.add_row("steps", f"{recipe.run.steps}, checkpoint every {recipe.run.checkpoint_every}")
+    console.print(table)
+    for finding in findings:
+        console.print(f"{finding.severity}: {finding}", highlight=False, markup=False, soft_wrap=True)
+    arguments = "".join(f" --set {text}" for text in overrides)
+    console.print(f"dry run: nothing was started{' with' + arguments if arguments else ''}", highlight=False)

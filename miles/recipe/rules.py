@@ -1,0 +1,156 @@
+"""What a user must not forget, as rules: each looks at a recipe and its model's config.json and may object.
+
+A rule is one function that yields findings; `RULES` lists them by id. Severity `error` stops the run before
+anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from miles.config import ConfigError
+from miles.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One objection: which rule, how grave, what is wrong, what to do."""
+
+    rule: str
+    severity: Literal["error", "warning"]
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"[{self.rule}] {self.message}; {self.fix}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules may know beside the recipe. `hf_config`: the model's config.json, or what it will be."""
+
+    hf_config: Mapping[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`reason` is what `miles recipe explain` prints."""
+
+    id: str
+    reason: str
+    check: Callable[[Recipe, Facts], Iterator[Finding]]
+
+
+def facts_of(recipe: Recipe) -> Facts:
+    """Read the model's config.json, or build the one of the model that the run will create."""
+    from miles.models import registry
+    from miles.models.family import read_hf_config
+
+    if recipe.model.path is not None:
+        path = Path(recipe.model.path)
+        return Facts(read_hf_config(path), str(path / "config.json"))
+    from miles.data.tasks import build_task
+
+    vocabulary = len(dict.fromkeys(build_task(recipe.data, recipe.seed).alphabet)) + 2
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    family = registry.by_name(recipe.model.family)
+    return Facts(family.hf_config(recipe.model.create, vocabulary, special), "model.create")
+
+
+def _parallelism(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    from miles.models import registry
+    from miles.train.errors import ParallelismError
+    from miles.train.parallel_checks import check_parallelism
+
+    family = registry.resolve(facts.hf_config, where=facts.where)
+    model = family.to_mcore(facts.hf_config, rope_kind=recipe.model.rope.type, where=facts.where)
+    try:
+        check_parallelism(recipe.train.parallel, model)
+    except ParallelismError as error:
+        yield Finding("PARALLEL", "error", str(error), "change train.parallel")
+
+
+def _family(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    found = facts.hf_config.get("model_type")
+    if found != recipe.model.family:
+        message = f"model.family is {recipe.model.family} but {facts.where} says model_type {found!r}"
+        yield Finding("FAMILY", "error", message, f"set model.family to {found}")
+
+
+def _sequence_fits(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    limit = facts.hf_config.get("max_position_embeddings")
+    need = recipe.rollout.max_new_tokens + 1
+    if limit is not None and need > limit:
+        message = f"rollout.max_new_tokens {recipe.rollout.max_new_tokens} and a prompt exceed the model's {limit}"
+        yield Finding("SEQ-FIT", "error", message, "lower rollout.max_new_tokens")
+
+
+def _reference(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del facts
+    for needed, option, instead in (
+        (recipe.algo.needs_reference, "algo.kl.where", "none"),
+        (recipe.algo.needs_teacher, "algo.opd_coef", "0"),
+    ):
+        if needed:
+            message = f"{option} needs log-probs of a second, frozen model, which the loop does not run yet"
+            yield Finding("REFERENCE", "error", message, f"set {option} to {instead}")
+
+
+def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del facts
+    rollout, engine = recipe.rollout, recipe.engine
+    if rollout.partial:
+        yield Finding(
+            "ROLLOUT-MODE", "error", "rollout.partial needs the asynchronous loop", "set rollout.partial=false"
+        )
+    if engine.count > 1:
+        message = f"engine.count is {engine.count}; the loop drives one engine"
+        yield Finding("ROLLOUT-MODE", "error", message, "set engine.count to 1")
+    if engine.engine != "embedded":
+        message = f"engine.engine {engine.engine} cannot be started by the loop yet"
+        yield Finding("ROLLOUT-MODE", "error", message, "use engine.engine=embedded")
+
+
+def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del facts
+    world = recipe.train.parallel.world_size
+    if recipe.train.device == "cuda" and recipe.placement.gpus_per_node < world:
+        message = f"train.device cuda needs {world} GPUs, placement.gpus_per_node is {recipe.placement.gpus_per_node}"
+        yield Finding("DEVICES", "error", message, f"set placement.gpus_per_node to at least {world}")
+
+
+def _evidence(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del facts
+    if recipe.evidence.status != "validated":
+        message = f"this recipe is {recipe.evidence.status}: nobody has recorded its expected numbers"
+        yield Finding("EVIDENCE", "warning", message, "compare the first run with care")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("FAMILY", "The recipe's family must be the one that the checkpoint states.", _family),
+    Rule("PARALLEL", "Heads, KV groups, layers and experts must divide over the mesh.", _parallelism),
+    Rule("SEQ-FIT", "Prompt and response must fit the model's positions.", _sequence_fits),
+    Rule("REFERENCE", "KL and distillation need a second model beside the policy.", _reference),
+    Rule("ROLLOUT-MODE", "Only combinations that the loop drives may start.", _rollout_mode),
+    Rule("DEVICES", "Every trainer rank on a GPU needs one.", _devices),
+    Rule("EVIDENCE", "A recipe without recorded numbers may be wrong in ways nobody saw.", _evidence),
+)
+
+
+def check(recipe: Recipe, facts: Facts) -> list[Finding]:
+    """All findings, errors first, in the order of `RULES`."""
+    findings = [finding for rule in RULES for finding in rule.check(recipe, facts)]
+    return sorted(findings, key=lambda finding: finding.severity != "error")
+
+
+def check_or_raise(recipe: Recipe) -> list[Finding]:
+    """Findings of a recipe that may start; `ConfigError` with every error otherwise."""
+    findings = check(recipe, facts_of(recipe))
+    errors = [str(finding) for finding in findings if finding.severity == "error"]
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return findings
