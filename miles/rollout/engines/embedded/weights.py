@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from miles.config import MilesError
-from miles.data.weight_bucket import BucketHeader, Piece, Slot, digest, dtype_name, piece_view
-from miles.data.weight_table import EngineTable, ParamEntry
+from miles.data.weight_bucket import BucketHeader, Piece, Slot, WeightWireError, digest, dtype_name, piece_view
+from miles.data.weight_table import EngineTable, ParamEntry, parts_of
 
 SERVING, UPDATING, DIRTY = "serving", "updating", "dirty"
 PAUSE_MODES = ("retract", "abort", "in_place")
@@ -208,6 +208,46 @@ class WeightReceiver:
         session.deadline = now + session.begin.timeout_s
         return found
 
+    def load_named(
+        self,
+        token: str,
+        plan_digest: str,
+        version: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        read: Callable[[str, torch.Tensor], torch.Tensor],
+        now: float,
+    ) -> None:
+        """Fill all covered parameters from whole Hugging Face tensors instead of buckets; counts as one bucket.
+
+        `shapes`: every offered name; `read(name, current)` gives the tensor, `current` being what the engine holds of
+        it now. Values are cast to the engine's dtype.
+        """
+        session = self._checked(token, plan_digest, version)
+        unknown = set(shapes)
+        with torch.inference_mode():
+            for entry in self.table.entries:
+                names = entry.fused_from or (entry.name,)
+                if entry.name not in session.waiting or not all(name in shapes for name in names):
+                    continue
+                if entry.scale != "none":
+                    self._fatal("format_mismatch", f"{entry.name} is quantised ({entry.scale}), the source is not")
+                try:
+                    parts = parts_of(entry, shapes, self.table)
+                except WeightWireError as error:
+                    self._fatal("shape_mismatch", str(error))
+                for part in parts:
+                    target = _narrow(self._parameters[entry.name].detach(), part.slot)
+                    source = _narrow(read(part.hf_name, target.reshape(part.shape)), part.slice)
+                    target.copy_(source.reshape(target.shape))
+                    unknown.discard(part.hf_name)
+                    session.waiting[entry.name] -= 1
+                    moved = target.numel() * target.element_size()
+                    session.module_bytes[entry.module] = session.module_bytes.get(entry.module, 0) + moved
+        if unknown:
+            self._fatal("unknown_name", f"version {version} offers unknown names: {', '.join(sorted(unknown)[:20])}")
+        session.sequence += 1
+        session.deadline = now + session.begin.timeout_s
+
     def complete(self, token: str, plan_digest: str, version: int, buckets: int) -> None:
         """All bytes are in: refuse what is missing, then post-process each covered module once."""
         session = self._checked(token, plan_digest, version)
@@ -286,9 +326,7 @@ class WeightReceiver:
         )
         if not fits:
             self._fatal("shape_mismatch", f"{where}: slot {slot} leaves the destination {list(target.shape)}")
-        for dim, (start, stop) in enumerate(slot):
-            target = target.narrow(dim, start, stop - start)
-        return target
+        return _narrow(target, slot)
 
     def require_session(self, token: str) -> None:
         """`no_session` (engine unchanged) unless the token is that of the update in progress."""
@@ -316,6 +354,12 @@ class WeightReceiver:
     def _fatal(self, code: str, message: str) -> Any:
         self.abort(code, message)
         raise WeightUpdateError(code, message)
+
+
+def _narrow(tensor: torch.Tensor, slot: Slot | None) -> torch.Tensor:
+    for dim, (start, stop) in enumerate(slot or ()):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
 
 
 def _numel(shape: tuple[int, ...]) -> int:

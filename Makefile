@@ -1,0 +1,75 @@
+# Every wish is one command: `make help`.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+
+# Stamps: set-up is repeated only when the project file or the locked versions change.
+RUN_READY := $(VENV)/.miles-run
+DEV_READY := $(VENV)/.miles-dev
+
+.PHONY: help
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*?## "} {printf "  make %-12s %s\n", $$1, $$2}'
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 13)))' || \
+	  { echo "Python 3.11 or 3.12 is needed; found: $$($(PYTHON) --version 2>&1). Use: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade 'pip>=25'
+
+$(RUN_READY): $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[tasks]'
+	@touch $@
+
+$(DEV_READY): $(RUN_READY)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,tasks,ci]'
+	@touch $@
+
+.PHONY: setup
+setup: $(DEV_READY) ## create the environment with everything for development
+
+.PHONY: quickstart
+quickstart: $(RUN_READY) ## train a policy by GRPO on CPU and show reward rising (ARGS="--set seed=1")
+	$(BIN)/miles train recipes/quickstart.yaml --fresh $(ARGS)
+
+.PHONY: test
+test: $(DEV_READY) ## run the CPU test suites through the harness
+	$(BIN)/miles-ci run --suite stage-a-cpu --quiet
+	$(BIN)/miles-ci run --suite stage-b-cpu --quiet
+
+.PHONY: test-nightly
+test-nightly: $(DEV_READY) ## the CPU suites with what only runs at night (kill tests, long fuzzing)
+	$(BIN)/miles-ci run --suite stage-a-cpu --cadence nightly --quiet
+	$(BIN)/miles-ci run --suite stage-b-cpu --cadence nightly --quiet
+
+.PHONY: lint
+lint: $(DEV_READY) ## formatting, lint, types, layers, registry, workflows
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/miles-ci lint
+	$(BIN)/miles-ci generate --check
+
+.PHONY: format
+format: $(DEV_READY) ## format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: generate
+generate: $(DEV_READY) ## write the generated workflows
+	$(BIN)/miles-ci generate
+
+.PHONY: bench
+bench: $(DEV_READY) ## measure GRPO on CPU against TRL on this machine (10 minutes)
+	$(BIN)/python benchmarks/grpo_cpu.py
+
+.PHONY: clean
+clean: ## remove results and caches (runs/ and the environment stay)
+	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
