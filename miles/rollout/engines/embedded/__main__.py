@@ -32,10 +32,11 @@ def main() -> int:
     report = os.fdopen(args.ready_fd, "w") if args.ready_fd >= 0 else sys.stdout
     from miles.config import MilesError
     from miles.rollout.config import EngineConfig
+    from miles.rollout.http_server import listen
 
     try:
         config = EngineConfig.model_validate_json(args.config_json)
-        listener = _listen(config.host, config.port)
+        listener = listen(config.host, config.port, option="engine.port")
         server = _build(config, args.model, args.weight_version)
     except MilesError as error:
         _say(report, {"error": str(error), "exit_code": error.exit_code})
@@ -48,22 +49,6 @@ def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
     os._exit(0)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    from miles.rollout.errors import PortError
-
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        raise PortError(
-            f"engine.port {port} on {host}: {error.strerror}; choose another port, or 0 for a free one"
-        ) from None
-    return listener
 
 
 def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
@@ -118,13 +103,13 @@ def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
 def _serve(server: Any, listener: socket.socket, report: Any) -> int:
     import uvicorn
 
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    from miles.rollout.http_server import url_of
+
     config = uvicorn.Config(
         server.app(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600, backlog=1024
     )
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    _say(report, {"url": url, "pid": os.getpid()})
+    _say(report, {"url": url_of(listener), "pid": os.getpid()})
     uvicorn.Server(config).run(sockets=[listener])
     return 0
 
