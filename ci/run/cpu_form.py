@@ -51,11 +51,11 @@ class _CpuForm:
             return
         name = f"{self._shard.job.info.suite}-together" if shared else units[0].id
         process, files = self._process(units, name, 1, shared=shared)
-        for unit in units:
-            judgement = self._shard.judge(unit, process)
-            attempts = [
-                attempt_record(1, judgement, process, unit, log=files.log.name, devices=(), shared=len(units) > 1)
-            ]
+        judged = [(unit, self._shard.judge(unit, process)) for unit in units]
+        for _ in filter(lambda pair: pair[1].bad, judged):
+            self._shard.count_failure()
+        for unit, judgement in judged:
+            attempts = [attempt_record(1, judgement, process, unit, log=files.log.name, shared=len(units) > 1)]
             if judgement.bad and self._shard.retry_allowed(judgement, 1):
                 self._again.append((unit, attempts))
             else:

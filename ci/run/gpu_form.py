@@ -95,6 +95,8 @@ class _GpuForm:
             attempts.append(attempt_record(number, judgement, process, unit, log=log, devices=names))
             if judgement.outcome == results.INFRA:
                 self._healthy.difference_update(names)
+            if judgement.bad and number == 1:
+                self._shard.count_failure()
             if not judgement.bad or not self._shard.retry_allowed(judgement, number):
                 break
         if judgement.outcome == results.CANCELLED and process is None and len(attempts) == 1:

@@ -232,7 +232,8 @@ def health(driver: Driver, size: int = BLOCK_BYTES) -> dict[str, Any]:
             return {"ok": False, "code": error.code, "error": f"device {device}: {error}", "devices": devices}
         devices.append({"index": device, "name": driver.name(device)})
     peers = 0
-    for source in range(count - 1):
+    # From the last pair down: each source still holds its own pattern when it is its turn.
+    for source in reversed(range(count - 1)):
         target = source + 1
         if not driver.peer_capable(source, target):
             continue

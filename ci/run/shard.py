@@ -67,11 +67,14 @@ class ShardRun:
         with self._lock:
             self.record.notes.append(text)
 
-    def retry_allowed(self, judgement: Judgement, attempt: int) -> bool:
-        """Count a first failure, and say whether this attempt may be followed by another."""
+    def count_failure(self) -> None:
+        """Every unit whose first attempt was bad is counted once."""
         with self._lock:
-            if attempt == 1:
-                self.failures += 1
+            self.failures += 1
+
+    def retry_allowed(self, judgement: Judgement, attempt: int) -> bool:
+        """May this attempt be followed by another one here?"""
+        with self._lock:
             few = may_retry(self.failures, len(self.job.units))
         cause = judgement.cause
         return bool(cause and cause.allows(attempt) and few and not self.cancel.is_set() and not self.stop_reason)

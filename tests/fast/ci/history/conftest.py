@@ -27,7 +27,7 @@ def postgres_server() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture()
+@pytest.fixture
 def postgres_url(postgres_server: str) -> Iterator[str]:
     """An empty database on the server."""
     import psycopg
@@ -48,7 +48,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.getfixturevalue("postgres_url"))
 
 
-@pytest.fixture()
+@pytest.fixture
 def store(address: str) -> Iterator[HistoryStore]:
     opened = open_store(address)
     yield opened

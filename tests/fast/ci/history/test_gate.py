@@ -157,7 +157,9 @@ def _nightly(store: SqliteStore, value: float, counter=itertools.count()) -> tup
     verdict = gate.evaluate(NARROW, [(0, value)], trusted)
     run = f"run-{next(counter)}"
     points = [Point(0, value)]
-    return verdict.verdict, gate.remember(store, NARROW, IDENTITY, points, verdict, run_id=run, recorded_at=next(counter))
+    return verdict.verdict, gate.remember(
+        store, NARROW, IDENTITY, points, verdict, run_id=run, recorded_at=next(counter)
+    )
 
 
 def test_five_coherent_nightly_values_earn_trust(tmp_path):

@@ -32,7 +32,9 @@ def test_ordinary_file_has_no_dark_test():
 
 def test_141_dead_test_cases_under_a_custom_main_are_all_named():
     methods = "\n".join(f"        def test_{n}(self): self.assertTrue(False)" for n in range(141))
-    source = f"import unittest\ndef test_alive(): assert 1\ndef main():\n    class Case(unittest.TestCase):\n{methods}\n"
+    source = (
+        f"import unittest\ndef test_alive(): assert 1\ndef main():\n    class Case(unittest.TestCase):\n{methods}\n"
+    )
     assert len(find(source, "test_alive")) == 141
 
 

@@ -198,7 +198,12 @@ def test_what_survives_sigkill_is_reported():
 
 
 def test_descendants_are_found_through_every_generation():
-    table = [Process(2, 1, "S", 0, "a"), Process(3, 2, "Z", 0, "b"), Process(4, 3, "S", 0, "c"), Process(9, 8, "S", 0, "d")]
+    table = [
+        Process(2, 1, "S", 0, "a"),
+        Process(3, 2, "Z", 0, "b"),
+        Process(4, 3, "S", 0, "c"),
+        Process(9, 8, "S", 0, "d"),
+    ]
     assert [process.pid for process in process_tree.descendants(1, table)] == [2, 3, 4]
 
 
