@@ -116,6 +116,7 @@ def _construct(node: yaml.Node, path: KeyPath, name: str, positions: dict[KeyPat
         return result
     if isinstance(node, yaml.SequenceNode):
         return [_construct(child, (*path, index), name, positions) for index, child in enumerate(node.value)]
+    assert isinstance(node, yaml.ScalarNode)
     return _scalar(node, name)
 
 
