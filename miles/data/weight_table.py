@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from miles.data.weight_bucket import DTYPES, SCALES, WeightWireError
+from miles.data.weight_bucket import DTYPES, SCALES, Slot, WeightWireError
 
 POST_PROCESS = ("none", "idempotent", "once")
 
@@ -136,6 +136,61 @@ class EngineTable:
             "engine_rank": self.engine_rank,
             "build": self.build,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """How one source fills (part of) a destination: its `slice` goes to `slot`, as `shape`. None: all of it."""
+
+    hf_name: str
+    slice: Slot | None
+    slot: Slot | None
+    shape: tuple[int, ...]
+
+
+def parts_of(entry: ParamEntry, shapes: Mapping[str, tuple[int, ...]], table: EngineTable) -> list[Part]:
+    """The parts that fill a destination exactly, in order; `shapes` are the full shapes of its sources.
+
+    Fused sources are stacked along dimension 0 (per expert for packed experts); tensor parallelism first cuts each
+    source along `shard_dim`. `WeightWireError` when they do not fill it or cannot be cut.
+    """
+    parts: list[Part] = []
+    names: Sequence[str] = entry.fused_from or (entry.name,)
+    packed = 1 if entry.num_local_experts else 0
+    row = 0
+    for index, name in enumerate(names):
+        cut, shape = _cut(entry, name, shapes[name], table)
+        slot: Slot | None = None
+        if entry.fused_from:
+            expert, shard = divmod(index, entry.num_shards)
+            start = 0 if shard == 0 else row
+            row = start + shape[0]
+            slot = ((expert, expert + 1), (start, row)) if packed else ((start, row),)
+            complete = shard < entry.num_shards - 1 or row == entry.shape[packed]
+            fits = shape[1:] == entry.shape[packed + 1 :] and row <= entry.shape[packed] and complete
+        else:
+            fits = shape == entry.shape
+        if not fits:
+            raise WeightWireError(
+                f"{name} {list(shapes[name])} does not fit {entry.name} {list(entry.shape)} "
+                f"at tp {table.tp} rank {table.engine_rank}"
+            )
+        parts.append(Part(name, cut, slot, shape))
+    return parts
+
+
+def _cut(
+    entry: ParamEntry, name: str, shape: tuple[int, ...], table: EngineTable
+) -> tuple[Slot | None, tuple[int, ...]]:
+    """This rank's slice of a source, and the slice's shape."""
+    dim = entry.shard_dim
+    if dim is None or table.tp == 1:
+        return None, shape
+    if dim >= len(shape) or shape[dim] % table.tp:
+        raise WeightWireError(f"{name} {list(shape)}: dimension {dim} cannot be split over tp {table.tp}")
+    size, rank = shape[dim] // table.tp, table.engine_rank % table.tp
+    cut = (*((0, n) for n in shape[:dim]), (rank * size, (rank + 1) * size))
+    return cut, (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _entry_wire(entry: ParamEntry) -> Mapping[str, Any]:

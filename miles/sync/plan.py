@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from miles.data.weight_bucket import DTYPES, Slot
-from miles.data.weight_table import EngineTable, ParamEntry
+from miles.data.weight_bucket import DTYPES, Slot, WeightWireError
+from miles.data.weight_table import EngineTable, ParamEntry, parts_of
 from miles.sync.checksum import plan_digest
 from miles.sync.errors import PlanError
 
@@ -157,7 +157,7 @@ def _layout_entries(weight_map: Mapping[str, SourceSpec], table: EngineTable) ->
             continue
         try:
             entries += _pieces(destination, names, weight_map, table)
-        except PlanError as error:
+        except (PlanError, WeightWireError) as error:
             faults.append(str(error))
     return entries, faults
 
@@ -165,66 +165,30 @@ def _layout_entries(weight_map: Mapping[str, SourceSpec], table: EngineTable) ->
 def _pieces(
     destination: ParamEntry, names: Sequence[str], weight_map: Mapping[str, SourceSpec], table: EngineTable
 ) -> list[PlanEntry]:
-    """All pieces of one destination, with tensor-parallel slices and fused slots worked out and checked."""
+    """All pieces of one destination."""
     if destination.scale != "none":
         raise PlanError(
             f"{destination.name} is quantised on the engine ({destination.scale}): this build sends only unquantised "
             "destinations; serve the model in bf16 or fp32"
         )
-    pieces: list[PlanEntry] = []
-    expert_dim = 1 if destination.num_local_experts else 0
-    row = 0
-    for index, name in enumerate(names):
-        source = weight_map[name]
-        part, shape = _shard(destination, name, source, table)
-        slot: Slot | None = None
-        if destination.fused_from:
-            expert, shard = divmod(index, destination.num_shards)
-            row = 0 if shard == 0 else row
-            rows = (row, row + shape[0])
-            slot = ((expert, expert + 1), rows) if expert_dim else (rows,)
-            row = rows[1]
-            fits = shape[1:] == destination.shape[expert_dim + 1 :] and row <= destination.shape[expert_dim]
-            complete = shard < destination.num_shards - 1 or row == destination.shape[expert_dim]
-        else:
-            fits, complete = shape == destination.shape, True
-        if not (fits and complete):
-            raise PlanError(
-                f"{name} {list(source.shape)} does not fit {destination.name} {list(destination.shape)} "
-                f"at tp {table.tp} rank {table.engine_rank}"
-            )
-        pieces.append(
-            PlanEntry(
-                hf_name=name,
-                source=source,
-                dest=destination.name,
-                slice=part,
-                slot=slot,
-                shape=shape,
-                dtype=destination.dtype,
-                scale=destination.scale,
-                nbytes=_nbytes(shape, destination.dtype),
-                atomic_group=destination.name,
-                layout_key=table.layout_key,
-                module=destination.module,
-            )
+    shapes = {name: weight_map[name].shape for name in names}
+    return [
+        PlanEntry(
+            hf_name=part.hf_name,
+            source=weight_map[part.hf_name],
+            dest=destination.name,
+            slice=part.slice,
+            slot=part.slot,
+            shape=part.shape,
+            dtype=destination.dtype,
+            scale=destination.scale,
+            nbytes=_nbytes(part.shape, destination.dtype),
+            atomic_group=destination.name,
+            layout_key=table.layout_key,
+            module=destination.module,
         )
-    return pieces
-
-
-def _shard(
-    destination: ParamEntry, name: str, source: SourceSpec, table: EngineTable
-) -> tuple[Slot | None, tuple[int, ...]]:
-    """This rank's slice of a source and its shape."""
-    dim = destination.shard_dim
-    if dim is None or table.tp == 1:
-        return None, source.shape
-    if dim >= len(source.shape) or source.shape[dim] % table.tp:
-        raise PlanError(f"{name} {list(source.shape)}: dimension {dim} cannot be split over tp {table.tp}")
-    size = source.shape[dim] // table.tp
-    rank = table.engine_rank % table.tp
-    part = (*((0, n) for n in source.shape[:dim]), (rank * size, (rank + 1) * size))
-    return part, (*source.shape[:dim], size, *source.shape[dim + 1 :])
+        for part in parts_of(destination, shapes, table)
+    ]
 
 
 def _unknown_names(weight_map: Mapping[str, SourceSpec], tables: Sequence[EngineTable]) -> list[str]:

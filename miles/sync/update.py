@@ -15,7 +15,7 @@ from miles.sync.engine_link import EngineLink
 from miles.sync.errors import EngineSyncError
 from miles.sync.membership import LiveEngine, LiveSet, status_of
 from miles.sync.plan import SyncPlan
-from miles.sync.transports import Transport
+from miles.sync.transports import BucketTransport
 
 
 class UpdateSession:
@@ -32,7 +32,7 @@ class UpdateSession:
         *,
         version: int,
         config: SyncConfig,
-        transport: Transport,
+        buckets: BucketTransport | None = None,
     ):
         self.engines = {engine.url: engine for engine in engines}
         self.failures: dict[str, EngineSyncError] = {}
@@ -40,8 +40,13 @@ class UpdateSession:
         self._plan = plan
         self._version = version
         self._config = config
-        self._transport = transport
+        self._bucket_transport = buckets
         self._tokens: dict[str, str] = {}
+
+    @property
+    def _buckets(self) -> BucketTransport:
+        assert self._bucket_transport is not None, "this update loads a folder, it sends no buckets"
+        return self._bucket_transport
 
     @property
     def working(self) -> list[LiveEngine]:
@@ -54,7 +59,8 @@ class UpdateSession:
 
     def send(self, layout_key: str, header: BucketHeader, buffer: torch.Tensor) -> list[Future[None]]:
         """Hand one bucket to every working engine of its layout. Returns without waiting."""
-        route, fields = self._transport.message(header, buffer)
+        transport = self._buckets
+        route, fields = transport.message(layout_key, header, buffer)
         common = {**fields, "bucket": header.to_wire(), "flush_cache": False}
         timeout_s = self._bounded(header.nbytes)
 
@@ -71,7 +77,20 @@ class UpdateSession:
             return call
 
         receivers = [engine for engine in self.working if engine.table.layout_key == layout_key]
-        return [self._live.handle(engine.url).submit(one(engine)) for engine in receivers]
+        if not receivers:
+            return []
+        acks = [self._live.handle(engine.url).submit(one(engine)) for engine in receivers]
+        delivery = transport.deliver(layout_key, header, buffer)
+        return acks if delivery is None else [*acks, delivery]
+
+    def load_folder(self, route: str, fields: Mapping[str, Any], nbytes: int) -> None:
+        """Have every working engine load what was written; it counts as one bucket."""
+
+        def one(engine: LiveEngine, link: EngineLink) -> None:
+            body = {**self._fields(engine), **fields, "flush_cache": False}
+            link.post(route, body, timeout_s=self._bounded(nbytes))
+
+        self._each(one)
 
     def end(self, buckets: Mapping[str, int]) -> None:
         """Close every working engine's session and read back what it serves."""

@@ -36,9 +36,12 @@ class TensorTransport:
     def release(self, buffer: torch.Tensor) -> None:
         self._buffers.pop(buffer.data_ptr()).close()
 
-    def message(self, header: BucketHeader, buffer: torch.Tensor) -> tuple[str, dict[str, Any]]:
+    def message(self, layout_key: str, header: BucketHeader, buffer: torch.Tensor) -> tuple[str, dict[str, Any]]:
         handle = self._buffers[buffer.data_ptr()].handle
         return "/update_weights_from_tensor", {"load_format": "miles_bucket", "handle": handle}
+
+    def deliver(self, layout_key: str, header: BucketHeader, buffer: torch.Tensor) -> None:
+        """The engines read the memory themselves."""
 
     def close(self) -> None:
         for shared in self._buffers.values():

@@ -10,6 +10,10 @@ sender that falls silent past its announced timeout leaves the engine dirty.
 | GET /weight_status | -> the receiver's status |
 | POST /begin_weight_update | {schema, run_id, weight_version, selector, plan_digest, table_digest, engine_epoch, pause, timeout_s} -> {session} |
 | POST /update_weights_from_tensor | {session, plan_digest, selector, weight_version, load_format, flush_cache, bucket, handle} -> {sequence, digest} |
+| POST /init_weights_update_group | {group_name, master_address, master_port, rank_offset, world_size, backend, timeout_s} |
+| POST /destroy_weights_update_group | {group_name} |
+| POST /update_weights_from_distributed | as from_tensor, with group_name for handle -> {sequence, digest} |
+| POST /update_weights_from_disk | {session, ..., load_format: safetensors or miles_delta, model_path, base_version, deltas: [[path, base, version]]} |
 | POST /end_weight_update | {session, plan_digest, selector, weight_version, buckets} -> {weights} |
 | POST /abort_weight_update | {session, reason} -> {weights} |
 Every reply carries {success, message}; a refused request has `code` and HTTP 409 (engine unchanged) or 400 (dirty).
@@ -18,6 +22,7 @@ Every reply carries {success, message}; a refused request has `code` and HTTP 40
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,21 +31,29 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import orjson
+import torch
 from starlette.requests import Request
 from starlette.responses import Response
 
 from miles.data.shared_buffer import AttachedBuffers
 from miles.data.weight_bucket import SCHEMA, BucketHeader, WeightWireError, host_identity, parse_version
 from miles.rollout.engines.embedded.gate import WeightHost
+from miles.rollout.engines.embedded.weight_group import WeightGroup
+from miles.rollout.engines.embedded.weight_source import open_source
 from miles.rollout.engines.embedded.weights import BeginUpdate, WeightReceiver, WeightUpdateError, table_of
 
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 4 << 20
-LOAD_FORMATS = ("miles_bucket",)
+TRANSPORTS = ("tensor", "broadcast", "disk", "disk_delta")
 
 
 HOOK_TIMEOUT_S = 120.0
+
+
+_GROUP_FIELDS = (
+    "group_name", "master_address", "master_port", "rank_offset", "world_size", "backend", "timeout_s",
+)  # fmt: skip
 
 
 class PausableHost(WeightHost, Protocol):
@@ -73,12 +86,17 @@ class WeightService:
         self.buffers = AttachedBuffers()
         self._host = host
         self._resume_after = False
+        self._group: WeightGroup | None = None
         self._clock = clock
         self._lock = asyncio.Lock()
         self._watchdog: asyncio.Task[None] | None = None
         self._routes: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
             "/begin_weight_update": self._begin,
             "/update_weights_from_tensor": self._tensor,
+            "/update_weights_from_distributed": self._distributed,
+            "/update_weights_from_disk": self._disk,
+            "/init_weights_update_group": self._init_group,
+            "/destroy_weights_update_group": self._destroy_group,
             "/end_weight_update": self._end,
             "/abort_weight_update": self._abort,
         }
@@ -95,7 +113,7 @@ class WeightService:
             "tables": [self.receiver.table.to_wire()],
             "engine_epoch": self.receiver.epoch,
             "host": host_identity(),
-            "transports": ["tensor"],
+            "transports": list(TRANSPORTS),
             "weights": self.status(),
         }
 
@@ -134,6 +152,7 @@ class WeightService:
         """Stop the watchdog and drop every mapping."""
         if self._watchdog is not None:
             self._watchdog.cancel()
+        self._group = None
         self.buffers.close()
 
     async def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -150,16 +169,68 @@ class WeightService:
     async def _tensor(self, message: dict[str, Any]) -> dict[str, Any]:
         token, plan_digest = self._session_fields(message)
         with self._wire_errors_are_fatal():
-            if message.get("load_format") not in LOAD_FORMATS:
-                raise WeightWireError(f"load_format {message.get('load_format')!r}: this engine reads {LOAD_FORMATS}")
+            if message.get("load_format") != "miles_bucket":
+                raise WeightWireError(f"load_format {message.get('load_format')!r}: this engine reads 'miles_bucket'")
             header = BucketHeader.from_wire(message.get("bucket"))
             buffer = self.buffers.open(message.get("handle"))
+        return await self._load(token, plan_digest, header, buffer)
+
+    async def _distributed(self, message: dict[str, Any]) -> dict[str, Any]:
+        token, plan_digest = self._session_fields(message)
+        with self._wire_errors_are_fatal():
+            header = BucketHeader.from_wire(message.get("bucket"))
+            if self._group is None or self._group.name != message.get("group_name"):
+                raise WeightWireError(f"this engine is not in weight group {message.get('group_name')!r}")
+            try:
+                buffer = await asyncio.to_thread(self._group.receive, header.nbytes)
+            except RuntimeError as error:
+                raise WeightWireError(f"bucket {header.sequence} did not arrive: {str(error)[:200]}") from error
+        return await self._load(token, plan_digest, header, buffer)
+
+    async def _load(self, token: str, plan_digest: str, header: BucketHeader, buffer: torch.Tensor) -> dict[str, Any]:
         load = self.receiver.load
         if header.nbytes <= INLINE_BYTES:
             found = load(token, plan_digest, header, buffer, self._clock())
         else:
             found = await asyncio.to_thread(load, token, plan_digest, header, buffer, self._clock())
         return {"sequence": header.sequence, "digest": None if found is None else f"{found:#x}"}
+
+    async def _disk(self, message: dict[str, Any]) -> dict[str, Any]:
+        token, plan_digest = self._session_fields(message)
+        version = parse_version(message.get("weight_version"))
+        with self._wire_errors_are_fatal():
+            await asyncio.to_thread(self._load_from_disk, message, token, plan_digest, version)
+        return {}
+
+    def _load_from_disk(self, message: dict[str, Any], token: str, plan_digest: str, version: int) -> None:
+        receiver = self.receiver
+        holds = (receiver.run_id if receiver.intact else None, receiver.version)
+        source = open_source(message, receiver.announced_run(token), version, holds)
+        receiver.load_named(token, plan_digest, version, source.shapes, source.read, self._clock())
+
+    async def _init_group(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._group = None
+        try:
+            name, address, port, rank, size, backend, timeout_s = (message[key] for key in _GROUP_FIELDS)
+            join = functools.partial(
+                WeightGroup,
+                name,
+                address=address,
+                port=port,
+                rank=rank,
+                size=size,
+                backend=backend,
+                timeout_s=timeout_s,
+            )
+            self._group = await asyncio.to_thread(join)
+        except (KeyError, TypeError, RuntimeError, OSError) as error:
+            raise WeightWireError(f"cannot join the weight group: {error!r:.300}") from error
+        return {}
+
+    async def _destroy_group(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self._group is not None and self._group.name == message.get("group_name"):
+            self._group = None
+        return {}
 
     async def _end(self, message: dict[str, Any]) -> dict[str, Any]:
         token, plan_digest = self._session_fields(message)

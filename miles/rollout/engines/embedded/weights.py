@@ -118,6 +118,8 @@ class WeightReceiver:
         self.run_id: str | None = None
         self.plan_digest: str | None = None
         self.dirty_reason: str | None = None
+        # False from the first failure until an update is whole again: the parameters are no version at all.
+        self.intact = True
         self.stamps: dict[str, tuple[int, int]] = {}
         self._parameters = parameters
         self._post_process = dict(post_process or {})
@@ -270,11 +272,12 @@ class WeightReceiver:
         session = self._require(token)
         self.version, self.run_id = session.begin.version, session.begin.run_id
         self.plan_digest = session.begin.plan_digest
-        self.state, self._session = SERVING, None
+        self.state, self.intact, self._session = SERVING, True, None
 
     def abort(self, code: str, reason: str) -> None:
         """Any state -> dirty. The last finished version stays reported; nothing is served."""
-        self.state, self.dirty_reason, self._session = DIRTY, f"{code}: {reason}", None
+        self.state, self.intact, self._session = DIRTY, False, None
+        self.dirty_reason = f"{code}: {reason}"
 
     def abort_session(self, token: str, reason: str) -> None:
         """The trainer gives up its own session."""
@@ -331,6 +334,10 @@ class WeightReceiver:
     def require_session(self, token: str) -> None:
         """`no_session` (engine unchanged) unless the token is that of the update in progress."""
         self._require(token)
+
+    def announced_run(self, token: str) -> str:
+        """Run id of the update in progress."""
+        return self._require(token).begin.run_id
 
     def require_selector(self, token: str, selector: str | tuple[str, ...]) -> None:
         """The selector announced at begin goes unchanged through every message."""

@@ -1,0 +1,57 @@
+"""What the trainer offers, checked against the plan tensor by tensor while it streams by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from miles.data.weight_bucket import dtype_name
+from miles.sync.errors import PlanError, SourceError
+from miles.sync.plan import PlanEntry, SourceSpec, SyncPlan
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def weight_map_of(weights: list[tuple[str, torch.Tensor]]) -> dict[str, SourceSpec]:
+    """Name -> shape and dtype; `PlanError` for a name that comes twice."""
+    weight_map = {name: SourceSpec(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in weights}
+    if len(weight_map) != len(weights):
+        raise PlanError("the trainer offered the same weight name twice")
+    return weight_map
+
+
+def checked(weights: Weights, plan: SyncPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor, detached, once it is known to be planned, new, of the planned shape and dtype, and finite.
+
+    After the last one every planned name must have come. `SourceError` names the parameter.
+    """
+    left = set(plan.by_source)
+    for name, tensor in weights:
+        entries = plan.by_source.get(name)
+        if entries is None:
+            raise SourceError(f"{name} is not in the plan {plan.digest[:12]}: the trainer's weight names changed")
+        if name not in left:
+            raise SourceError(f"{name} was offered twice in one sync")
+        source = entries[0].source
+        if tuple(tensor.shape) != source.shape or dtype_name(tensor.dtype) != source.dtype:
+            raise SourceError(
+                f"{name}: {list(tensor.shape)} {tensor.dtype} offered, {list(source.shape)} {source.dtype} planned"
+            )
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+            raise SourceError(
+                f"{name}: {bad} of {tensor.numel()} values are not finite; nothing is served from this sync"
+            )
+        left.discard(name)
+        yield name, tensor.detach()
+    if left:
+        shown = ", ".join(sorted(left)[:20])
+        raise SourceError(f"the trainer offered no tensor for {len(left)} planned weights: {shown}")
+
+
+def sliced(entry: PlanEntry, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a source that an entry sends (a view)."""
+    for dim, (start, stop) in enumerate(entry.slice or ()):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor

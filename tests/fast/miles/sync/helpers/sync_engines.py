@@ -1,0 +1,181 @@
+"""Engines for weight-sync tests: real HTTP servers around the embedded engine's own update routes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from miles.rollout.engines.embedded.gate import GateState
+from miles.rollout.engines.embedded.weight_routes import WeightService, register_routes
+
+
+class ParameterHost:
+    """A model of bare parameters with the engine's weight duties; generation returns what the weights say.
+
+    `lying_flush` keeps a cached prefix through a flush, to prove that the verification notices.
+    """
+
+    def __init__(self, parameters: dict[str, torch.Tensor], aliases: dict[str, str] | None = None):
+        self._parameters, self._aliases = parameters, aliases or {}
+        self.gate_state = GateState("serving", 0)
+        self.paused = False
+        self.cached = 0
+        self.lying_flush = False
+        self.pauses: list[str] = []
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self._parameters
+
+    def aliases(self) -> dict[str, str]:
+        return self._aliases
+
+    def pause(self, mode: str) -> Future[None]:
+        self.paused = True
+        self.pauses.append(mode)
+        return _done()
+
+    def resume(self) -> Future[None]:
+        self.paused = False
+        return _done()
+
+    @property
+    def weight_version(self) -> int:
+        return self.gate_state.version
+
+    def begin_update(self) -> None:
+        self.gate_state = GateState("updating", self.weight_version)
+
+    def flush_caches(self) -> None:
+        if not self.lying_flush:
+            self.cached = 0
+
+    def cached_prefix_tokens(self) -> int:
+        return self.cached
+
+    def finish_update(self, version: int) -> None:
+        self.gate_state = GateState("serving", version)
+
+    def fail_update(self, reason: str) -> None:
+        self.gate_state = GateState("dirty", self.weight_version, reason)
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+@dataclass
+class RunningEngine:
+    """A server on its own thread and socket. `middleware` may look at or replace a POST body before it is handled."""
+
+    host: ParameterHost
+    service: WeightService
+    url: str = ""
+    seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    intercept: Callable[[str, dict[str, Any]], dict[str, Any] | None] = lambda path, body: body
+    _server: uvicorn.Server | None = None
+    _thread: threading.Thread | None = None
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self.host.parameters()
+
+    def start(self, port: int = 0) -> RunningEngine:
+        app = Starlette()
+        register_routes(app, self.service)
+
+        async def generate(request: Request) -> JSONResponse:
+            if self.host.gate_state.state == "dirty":
+                return JSONResponse({"error": {"type": "weights_dirty", "message": self.host.gate_state.reason}}, 503)
+            while self.host.gate_state.state != "serving":
+                await asyncio.sleep(0.001)
+            version, first = self.host.weight_version, next(iter(self.parameters.values()))
+            self.host.cached += 4
+            return JSONResponse({"weight_version": str(version), "value": first.reshape(-1)[0].item()})
+
+        app.add_route("/generate", generate, methods=["POST"])
+        handle = self.service.handle
+
+        async def recorded(path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+            message = orjson.loads(body)
+            self.seen.append((path, message))
+            replaced = self.intercept(path, message)
+            if replaced is None:
+                return 503, {"success": False, "code": "intercepted", "message": "refused by the test"}
+            return await handle(path, orjson.dumps(replaced))
+
+        self.service.handle = recorded  # type: ignore[method-assign]
+        # asyncio switches Nagle off only when the protocol is named: without it each reply costs 40 ms.
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", port))
+        self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [sock]}, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            pass
+        return self
+
+    def stop(self) -> None:
+        if self._server is not None and self._thread is not None:
+            self._server.force_exit = self._server.should_exit = True
+            self._thread.join(10)
+
+
+def qwen3_weights(*, seed: int, hidden: int = 64, layers: int = 2, vocab: int = 32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "self_attn.q_proj.weight": (hidden, hidden),
+            prefix + "self_attn.k_proj.weight": (hidden, hidden),
+            prefix + "self_attn.v_proj.weight": (hidden, hidden),
+            prefix + "self_attn.o_proj.weight": (hidden, hidden),
+            prefix + "self_attn.q_norm.weight": (hidden // 4,),
+            prefix + "self_attn.k_norm.weight": (hidden // 4,),
+            prefix + "mlp.gate_proj.weight": (3 * hidden, hidden),
+            prefix + "mlp.up_proj.weight": (3 * hidden, hidden),
+            prefix + "mlp.down_proj.weight": (hidden, 3 * hidden),
+            prefix + "input_layernorm.weight": (hidden,),
+            prefix + "post_attention_layernorm.weight": (hidden,),
+        }
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def zeros_like(weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in weights.items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def ask(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    """(HTTP status, reply) of a GET, or of a POST with a body."""
+    data = None if body is None else orjson.dumps(body)
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=10) as reply:
+            return reply.status, orjson.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, orjson.loads(error.read())
+
+
+def status(engine: RunningEngine) -> dict[str, Any]:
+    return ask(engine.url, "/weight_status")[1]
