@@ -64,7 +64,7 @@ class RolloutConfig(StrictModel):
 
     batch_groups: int = Field(16, ge=1)
     group_size: int = Field(16, ge=1)
-    # Groups asked for at first, relative to batch_groups; surplus finished groups serve the next step.
+    # Groups asked for in a wave, relative to those still missing; surplus groups are dropped (synchronous mode).
     over_sampling: float = Field(1.0, ge=1.0)
     # How many versions behind the trained one a group may start (async mode); 0 is on-policy.
     max_staleness: int = Field(0, ge=0)

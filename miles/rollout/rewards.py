@@ -56,6 +56,11 @@ class RewardPool:
         self._threads: ThreadPoolExecutor | None = None
         self.errors = 0
 
+    def take_errors(self) -> int:
+        """Failed rewards since the last call."""
+        errors, self.errors = self.errors, 0
+        return errors
+
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,122 @@
+"""One group of samples from prompt to rewards: what synchronous and asynchronous rollouts have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from miles.data.prompts import Prompt
+from miles.data.sample import Sample, Status, validate_sample
+from miles.rollout.config import RolloutConfig
+from miles.rollout.engine import EngineInfo, GenerateRequest, GenerateResult
+from miles.rollout.errors import RolloutError
+from miles.rollout.generate import GenerateContext, GenerateFn, group_seeds, pending_group, single_turn
+from miles.rollout.rewards import Decoder, RewardContext, RewardFn, RewardPool, build_reward
+
+# How often a partial response may be aborted and continued before the run gives up.
+MAX_CONTINUATIONS = 64
+
+
+class Prompts(Protocol):
+    """What a rollout needs of `miles.data.prompts.PromptSource`."""
+
+    def next_groups(self, count: int) -> list[Prompt]: ...
+    def score(self, completion: str, prompt: Prompt) -> float: ...
+
+
+class Engine(Protocol):
+    """What a rollout needs of `EngineClient` or `EnginePool`."""
+
+    url: str
+
+    async def info(self) -> EngineInfo: ...
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]: ...
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """`samples` in group order; `metrics` by name; `weight_version` the oldest one of a trained token."""
+
+    samples: list[Sample]
+    metrics: dict[str, float]
+    weight_version: int
+
+
+class GroupRunner:
+    """Generates and judges groups. `generate` is the seam for multi-turn and agent rollouts."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        engine: Engine,
+        prompts: Prompts,
+        decoder: Decoder,
+        *,
+        run_seed: int,
+        generate: GenerateFn = single_turn,
+        reward: RewardFn | None = None,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.rewards = RewardPool(config.reward, reward or build_reward(config.reward), decoder)
+        self._prompts = prompts
+        self._run_seed = run_seed
+        self._generate = generate
+
+    def close(self) -> None:
+        self.rewards.close()
+
+    async def run(self, prompt: Prompt, *, attempt: int = 0) -> list[Sample]:
+        """The group's samples, generated and judged. `attempt` > 0 draws anew, with other seeds."""
+        config = self.config
+        limit = (await self.engine.info()).context_length
+        bounds = [b for b in (config.max_context, limit) if b is not None]
+        ctx = GenerateContext(
+            client=self.engine,
+            config=config,
+            max_context=min(bounds) if bounds else len(prompt.input_ids) + config.max_new_tokens,
+            seeds=group_seeds(prompt, config, run_seed=self._run_seed, attempt=attempt),
+        )
+        samples = await self._generated(ctx, pending_group(prompt, config))
+        if config.partial:
+            samples = await self._continued(ctx, samples)
+        await self.rewards.judge(RewardContext(prompt, self._prompts.score, config.reward.options), samples)
+        return samples
+
+    async def run_all(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+        """All groups at once, results in the order of the prompts. The first error cancels the others."""
+        tasks = [asyncio.ensure_future(self.run(prompt)) for prompt in prompts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _generated(self, ctx: GenerateContext, pending: Sequence[Sample]) -> list[Sample]:
+        sampling = ctx.sampling()
+        whole_group: Any = getattr(self._generate, "group", None)
+        if whole_group is not None:
+            return await whole_group(ctx, pending, sampling)
+        results = await asyncio.gather(*(self._generate(ctx, sample, sampling) for sample in pending))
+        samples: list[Sample] = []
+        for result in results:
+            samples += result if isinstance(result, list) else [result]
+        return [validate_sample(sample) for sample in samples]
+
+    async def _continued(self, ctx: GenerateContext, samples: list[Sample]) -> list[Sample]:
+        """Go on with aborted responses: what they have is kept, the rest of the budget is asked for."""
+        for _ in range(MAX_CONTINUATIONS):
+            aborted = [i for i, s in enumerate(samples) if s.status == Status.ABORTED]
+            if not aborted:
+                return samples
+            continued = await self._generated(ctx, [samples[i] for i in aborted])
+            if len(continued) != len(aborted):
+                raise RolloutError("rollout.partial needs a generate function that returns one sample for each sample")
+            for index, sample in zip(aborted, continued, strict=True):
+                samples[index] = sample
+        raise RolloutError(
+            f"engine {self.engine.url}: sample {samples[aborted[0]].sample_id} was aborted {MAX_CONTINUATIONS} times in "
+            "a row; see the engine's log"
+        )
