@@ -42,10 +42,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`mesh`: sizes of the parallel dimensions that wrote it; `extra`: the training loop's own state (JSON)."""
+    """`optimizer_steps`: by model (policy, critic). `mesh`: sizes of the parallel dimensions that wrote it; `extra`: the training loop's own state (JSON)."""
 
     step: int
-    optimizer_steps: int
+    optimizer_steps: Mapping[str, int]
     family: str
     mesh: Mapping[str, int]
     versions: Mapping[str, str]

@@ -13,7 +13,7 @@ class ParallelConfig(StrictModel):
     """Sizes of the parallel dimensions; world size = tp * pp * cp * dp.
 
     `etp` null resolves to tp. `vpp`: model chunks per pipeline stage. `last_pp_layers`: layers of the last
-    stage when the layers do not divide evenly.
+    stage when the layers do not divide evenly. `cp_layout`: zigzag gives every rank equal causal work.
     """
 
     tp: int = Field(default=1, ge=1)
@@ -24,6 +24,7 @@ class ParallelConfig(StrictModel):
     etp: int | None = Field(default=None, ge=1)
     dp: int = Field(default=1, ge=1)
     sp: bool = False
+    cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
     last_pp_layers: int | None = Field(default=None, ge=1)
 
     @property

@@ -1,10 +1,12 @@
-"""Own attention core for megatron-core's layer spec: causal rows and packed documents, grouped queries.
+"""Own attention core for megatron-core's layer spec: causal rows, packed documents, context parallelism, grouped queries.
 
-megatron-core's local core knows no packed sequences, so this one replaces it through the ModuleSpec. Rows
-(`bshd`) go to one causal scaled-dot-product call. Packed documents (`thd`) are gathered into rows of equal
-length, one call per length bucket, so that no token ever sees another document and no [T, T] mask is built.
+megatron-core's local core knows neither packed sequences nor context parallelism, so this one replaces it through
+the ModuleSpec. Rows (`bshd`) go to one causal scaled-dot-product call. Packed documents (`thd`) are gathered into
+rows of similar length, one call per length bucket, so that no token sees another document and no [T, T] mask is
+built. Under context parallelism keys and values are all-gathered (their gradients reduce-scattered) and each rank
+attends from its own tokens.
 
-Leaves out sliding windows, sinks and context parallelism; `DocumentLayout` refuses what it cannot describe.
+Leaves out sliding windows, sinks and unequal query and value head sizes: no family here has them.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from miles.train.megatron.documents import DocumentLayout
+from miles.train.megatron.documents import Bucket, DocumentLayout
 
 
 class OwnAttention(MegatronModule):
     """Core attention with the constructor and forward signature that megatron-core's spec expects.
 
-    query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d]; softmax in fp32 or the input dtype
-    as torch's kernels do it.
+    query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
     """
 
     def __init__(
@@ -39,8 +41,8 @@ class OwnAttention(MegatronModule):
         v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
-        if attention_type != "self" or config.context_parallel_size > 1 or config.attention_dropout:
-            raise ValueError("the own attention core is self-attention without dropout and context parallelism")
+        if attention_type != "self" or config.attention_dropout:
+            raise ValueError("the own attention core is self-attention without dropout")
         self.scale = softmax_scale if softmax_scale is not None else (k_channels or config.kv_channels) ** -0.5
 
     def forward(
@@ -55,27 +57,43 @@ class OwnAttention(MegatronModule):
         packed_seq_params: DocumentLayout | None = None,
     ) -> torch.Tensor:
         if packed_seq_params is None:
-            return self._causal(query, key, value)
+            # Padding at the right end of a row sees, but is not seen.
+            return self._attend(query, key, value, None)
         return self._documents(query, key, value, packed_seq_params)
 
-    def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Causal over the first axis, one row per batch element. Padding at the right end sees, but is not seen."""
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
+    ) -> torch.Tensor:
+        """One row per batch element; causal over the first axis unless a mask is given."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         grouped = query.shape[2] != key.shape[2]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=self.scale, enable_gqa=grouped
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _documents(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout
     ) -> torch.Tensor:
+        if layout.context_group is not None:
+            key, value = (
+                gather_from_sequence_parallel_region(
+                    tensor.contiguous(), tensor_parallel_output_grad=True, group=layout.context_group
+                )
+                for tensor in (key, value)
+            )
         flat = [tensor.flatten(0, 1) for tensor in (query, key, value)]
-        outputs = []
-        for index in layout.rows:
-            rows, width = index.shape
-            gathered = [
-                tensor.index_select(0, index.flatten()).view(rows, width, *tensor.shape[1:]).transpose(0, 1)
-                for tensor in flat
-            ]
-            outputs.append(self._causal(*gathered).transpose(0, 1).flatten(0, 1))
+        outputs = [self._bucket(*flat, bucket) for bucket in layout.buckets]
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.index_select(0, layout.restore).unsqueeze(1)
+
+    def _bucket(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+        """[D * Lq, heads * d] of one bucket's documents."""
+        keys = bucket.queries if bucket.keys is None else bucket.keys
+        rows = [_rows(query, bucket.queries), _rows(key, keys), _rows(value, keys)]
+        return self._attend(*rows, bucket.allowed).transpose(0, 1).flatten(0, 1)
+
+
+def _rows(flat: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[L, D, heads, d] from [T, heads, d] and index [D, L]."""
+    return flat.index_select(0, index.flatten()).view(*index.shape, *flat.shape[1:]).transpose(0, 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import reduce
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from miles.algos.config import AlgoConfig
 from miles.algos.metrics import MetricSums
-from miles.algos.objective import step_objective
+from miles.algos.objective import step_objective, value_objective
 from miles.data.batch import RankBatch
 from miles.models import registry
 from miles.models.family import read_hf_config
@@ -27,13 +26,13 @@ from miles.models.hf_files import FolderWriter, copy_tokenizer_files, write_json
 from miles.train import checkpoint
 from miles.train.backend import ParallelLayout
 from miles.train.checkpoint import Manifest, Skipped
-from miles.train.config import TrainConfig
+from miles.train.config import OptimizerConfig, TrainConfig
 from miles.train.errors import CheckpointError, TrainError
-from miles.train.megatron import build, loop, mesh, platform, rng, state_files, weights
+from miles.train.megatron import mesh, platform, rng, state_files
 from miles.train.megatron.inputs import ModelInput, to_inputs
-from miles.train.megatron.optimizer import MasterAdamW
 from miles.train.megatron.scoring import Scorer
 from miles.train.megatron.spec import choose_spec
+from miles.train.megatron.trained import TrainedModel
 from miles.train.parallel_checks import check_parallelism
 
 
@@ -84,7 +83,7 @@ class MegatronBackend:
         check_parallelism(config.parallel, self.model)
 
     def init(self) -> None:
-        """Join the mesh and build model and optimizer. Collective; weights are undefined until `load`."""
+        """Join the mesh and build the models and optimizers. Collective; weights are undefined until `load`."""
         rank, world_size, address, port = self._address
         torch.set_num_threads(self.config.num_threads)
         platform.quiet_import_warnings()
@@ -101,14 +100,14 @@ class MegatronBackend:
         )
         rng.seed_all(self.seed + rank)
         self.choice = choose_spec(self.config.megatron, self.platform)
-        self.chunks = build.build_chunks(
-            self.model, self.config, self.mesh, self.platform, self.choice, install=self._install
+        shared = (self.mesh, self.platform, self.choice)
+        self.policy = TrainedModel(
+            self.family, self.model, self.config, self.config.optimizer, *shared, install=self._install
         )
-        self.bound = self.family.weights.bind(self.model.map_shape)
-        self.full_tensors = weights.FullTensors(self.bound, self.mesh)
-        self.optimizer = MasterAdamW(
-            self.chunks, self.config.optimizer, self.mesh, lambda name: weights.is_replicated(name, self.bound)
-        )
+        self.models = {"policy": self.policy}
+        if self.algo.needs_values:
+            critic = critic_optimizer(self.config.optimizer, self.algo.value.lr)
+            self.models["critic"] = TrainedModel(self.family, self.model, self.config, critic, *shared, head="value")
         self.scorer = Scorer(self.mesh, self.algo, self.model.vocab_size, self.temperature)
 
     @property
@@ -116,48 +115,54 @@ class MegatronBackend:
         return self.mesh.layout
 
     def load(self, hf_dir: Path | None = None) -> None:
-        """Load weights from an HF folder (default: the model folder); the optimizer starts fresh."""
-        weights.load_hf(Path(hf_dir) if hf_dir is not None else self.model_dir, self.chunks, self.bound, self.mesh)
-        self.optimizer.refresh_masters()
+        """Load weights from an HF folder (default: the model folder); optimizers start fresh. A critic takes the
+        policy's trunk and, unless the folder has one, a zero value head."""
+        directory = Path(hf_dir) if hf_dir is not None else self.model_dir
+        for trained in self.models.values():
+            trained.load_hf(directory)
 
     def step(self, batch: RankBatch) -> dict[str, float]:
         """One optimizer step. Metrics are global and equal on every rank; a batch without counted rollouts, or with
         non-finite values under `nonfinite: skip_step`, changes nothing and reports `train/step_skipped` 1."""
         if batch.skip:
             return {"train/step_skipped": 1.0}
-        parts = loop.forward_backward(self.chunks, self._inputs(batch), self._objective, self.mesh)
-        sums = self._global_sums(parts)
-        metrics = sums.finish()
-        norm = self.optimizer.grad_norm()
+        inputs = self._inputs(batch)
+        sums, norm = self.policy.gradient(inputs, self._objective)
+        metrics = sums.finish() | {"train/grad_norm": norm}
         broken = sums.nonfinite_tokens > 0 or not np.isfinite(norm)
+        critic = self.models.get("critic")
+        value_norm = 0.0
+        if critic is not None:
+            value_sums, value_norm = critic.gradient(inputs, self._value_objective)
+            metrics |= value_sums.finish() | {"train/value_grad_norm": value_norm}
+            broken = broken or not np.isfinite(value_norm)
         if broken and self.algo.nonfinite == "raise":
             raise TrainError(
-                f"the gradient norm of step {self.optimizer.steps} is {norm}; lower train.optimizer.lr or inspect the "
-                "step with `miles replay`; algo.nonfinite=skip_step goes on without this step"
+                f"the gradient of step {self.policy.optimizer.steps} is not finite (norm {norm}, critic {value_norm}); "
+                "lower train.optimizer.lr or inspect the step with `miles replay`; "
+                "algo.nonfinite=skip_step goes on without this step"
             )
-        metrics |= {"train/grad_norm": norm, "train/step_skipped": float(broken)}
+        metrics["train/step_skipped"] = float(broken)
         if not broken:
-            metrics["train/lr"] = self.optimizer.apply(norm)
+            metrics["train/lr"] = self.policy.optimizer.apply(norm)
+            if critic is not None:
+                critic.optimizer.apply(value_norm)
         return metrics
 
     def logprobs(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 [R] of each sample's response under the current weights, in the order of the micro-batches' samples;
-        dummy samples are left out. With pipeline stages every rank gets the last stage's result."""
+        dummy samples are left out. Equal on all ranks of one data-parallel index."""
+        return self._per_sample(batch, self.policy, self.scorer.log_probs)
 
-        def read(item: ModelInput, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scores = self.scorer.log_probs(item, logits)
-            return scores, scores
-
-        results = loop.forward_only(self.chunks, self._inputs(batch), read, self.mesh)
-        arrays: list[np.ndarray] = []
-        for micro_batch, scores in zip(batch.micro_batches, results, strict=True):
-            pieces = np.split(scores.float().cpu().numpy(), np.cumsum(micro_batch.token_counts)[:-1])
-            arrays += [piece for index, piece in zip(micro_batch.sample_index, pieces, strict=True) if index >= 0]
-        return arrays
+    def values(self, batch: RankBatch) -> list[np.ndarray]:
+        """Float32 [R]: the critic's value before each response token, ordered like `logprobs`."""
+        if "critic" not in self.models:
+            raise TrainError("there is no critic: values are needed by algo.advantage=gae only")
+        return self._per_sample(batch, self.models["critic"], lambda item, rows: rows[:, 0].float())
 
     def state_for_sync(self) -> Iterator[tuple[str, torch.Tensor]]:
         """HF names and full tensors on global rank 0, nothing elsewhere; every rank must exhaust it."""
-        return self.full_tensors.gather(weights.local_parameters(self.chunks))
+        return self.policy.full_parameters()
 
     def export_hf(self, directory: Path) -> None:
         """Write an HF folder (atomic): weights, config.json, tokenizer files of the model folder."""
@@ -174,11 +179,11 @@ class MegatronBackend:
     def save(self, directory: Path, *, extra: dict[str, Any]) -> Path:
         """Write `iter_<n>` below `directory`, n = extra["step"] or the optimizer's step count. Collective, atomic."""
         directory = Path(directory)
-        step = int(extra.get("step", self.optimizer.steps))
-        folder, files = state_files.save_shards(directory, step, self.optimizer, self.bound, self.mesh)
+        step = int(extra.get("step", self.policy.optimizer.steps))
+        folder, files = state_files.save_shards(directory, step, self.models, self.mesh)
         manifest = Manifest(
             step=step,
-            optimizer_steps=self.optimizer.steps,
+            optimizer_steps={label: trained.optimizer.steps for label, trained in self.models.items()},
             family=self.family.name,
             mesh=self.config.parallel.model_dump(),
             versions={name: metadata.version(name) for name in ("torch", "megatron-core")},
@@ -194,15 +199,23 @@ class MegatronBackend:
         found = checkpoint.find(Path(directory))
         if found.path is None or found.manifest is None:
             return None
-        if found.manifest.family != self.family.name or found.manifest.settings["hf_config"] != self.hf_config:
+        manifest = found.manifest
+        if manifest.family != self.family.name or manifest.settings["hf_config"] != self.hf_config:
             raise CheckpointError(
-                f"{found.path}: holds a {found.manifest.family} model with another config.json than {self.model_dir}; "
+                f"{found.path}: holds a {manifest.family} model with another config.json than {self.model_dir}; "
                 "resume with the model it was started from or choose another run folder"
             )
-        reader = state_files.ShardReader(found.path, found.manifest, self.bound)
-        state_files.load_optimizer(reader, self.optimizer, self.mesh)
-        restored = reader.restore_rng(self.mesh)
-        return Resumed(dict(found.manifest.extra), found.manifest.step, found.path, found.skipped, restored)
+        if set(manifest.optimizer_steps) != set(self.models):
+            raise CheckpointError(
+                f"{found.path}: holds {', '.join(sorted(manifest.optimizer_steps))}, but this run trains "
+                f"{', '.join(sorted(self.models))}; resume with the same algo.advantage or start a new run folder"
+            )
+        restored = True
+        for label, trained in self.models.items():
+            reader = state_files.ShardReader(found.path, manifest, label, trained.bound)
+            state_files.load_optimizer(reader, trained.optimizer, self.mesh, manifest.optimizer_steps[label])
+            restored = reader.restore_rng(self.mesh)
+        return Resumed(dict(manifest.extra), manifest.step, found.path, found.skipped, restored)
 
     def sleep(self) -> None:
         """Nothing to give back on a CPU; on a GPU weights are kept (see docs) until rematerialisation exists."""
@@ -217,20 +230,39 @@ class MegatronBackend:
         mesh.leave()
 
     def _inputs(self, batch: RankBatch) -> list[ModelInput]:
-        multiple = self.config.parallel.tp if self.config.parallel.sp else 1
-        return to_inputs(batch.micro_batches, self.platform.device, sequence_multiple=multiple)
+        return to_inputs(batch.micro_batches, self.config.parallel, self.mesh, self.platform.device)
+
+    @property
+    def _context_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.cp if self.mesh.layout.cp_size > 1 else None
 
     def _objective(self, item: ModelInput, logits: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
         scores = self.scorer.for_training(item, logits)
         return step_objective(
-            scores.log_probs, item.tensors, self.algo, entropy=scores.entropy, support_mass=scores.support_mass
+            scores.log_probs,
+            item.tensors,
+            self.algo,
+            entropy=scores.entropy,
+            support_mass=scores.support_mass,
+            cp_group=self._context_group,
         )
 
-    def _global_sums(self, parts: list[MetricSums]) -> MetricSums:
-        total = reduce(lambda left, right: left + right, parts) if parts else MetricSums.zeros(self.platform.device)
-        total = total.all_reduce(self.mesh.dp_cp)
-        if self.mesh.layout.pp_size > 1:
-            last = dist.get_global_rank(self.mesh.pp, self.mesh.layout.pp_size - 1)
-            for tensor in (total.sums, total.maxima):
-                dist.broadcast(tensor, last, group=self.mesh.pp)
-        return total
+    def _value_objective(self, item: ModelInput, rows: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
+        return value_objective(rows[:, 0].float(), item.tensors, self.algo)
+
+    def _per_sample(
+        self,
+        batch: RankBatch,
+        trained: TrainedModel,
+        read: Callable[[ModelInput, torch.Tensor], torch.Tensor],
+    ) -> list[np.ndarray]:
+        arrays: list[np.ndarray] = []
+        for micro_batch, scores in zip(batch.micro_batches, trained.scores(self._inputs(batch), read), strict=True):
+            pieces = np.split(scores.float().cpu().numpy(), np.cumsum(micro_batch.token_counts)[:-1])
+            arrays += [piece for index, piece in zip(micro_batch.sample_index, pieces, strict=True) if index >= 0]
+        return arrays
+
+
+def critic_optimizer(policy: OptimizerConfig, lr: float) -> OptimizerConfig:
+    """The policy's optimizer with the critic's learning rate."""
+    return OptimizerConfig(**(policy.model_dump() | {"lr": lr, "min_lr": min(policy.min_lr, lr)}))

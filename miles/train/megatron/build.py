@@ -15,6 +15,7 @@ from miles.train.megatron.mesh import Mesh
 from miles.train.megatron.platform import Platform
 from miles.train.megatron.rotary import Rotary, check_inv_freq, set_cos_sin_scale
 from miles.train.megatron.spec import SpecChoice, block_spec
+from miles.train.megatron.value_head import ValueHead
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def core_config(model: FamilyConfig, train: TrainConfig) -> Any:
         expert_tensor_parallel_size=parallel.expert_tp,
         sequence_parallel=parallel.sp,
         variable_seq_lengths=parallel.pp > 1,
+        batch_p2p_sync=False,
         # Gradients are summed, never averaged: the loss already carries its denominators.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=False,
@@ -109,12 +111,16 @@ def build_chunks(
     platform: Platform,
     choice: SpecChoice,
     *,
+    head: str = "vocabulary",
     install: Callable[[torch.nn.Module], None] | None = None,
 ) -> list[ModelChunk]:
-    """Every chunk of this rank, on its device, weights uninitialised until a checkpoint is loaded."""
+    """Every chunk of this rank, on its device, weights uninitialised until a checkpoint is loaded.
+
+    `head` is "vocabulary" or "value" (a critic). `install` may wrap modules before gradient buffers exist.
+    """
     config = core_config(model, train)
     stages: list[int | None] = list(range(train.parallel.vpp)) if train.parallel.vpp else [None]
-    return [_build_chunk(config, model, train, mesh, platform, choice, stage, install) for stage in stages]
+    return [_build_chunk(config, model, train, mesh, platform, choice, stage, head, install) for stage in stages]
 
 
 def _build_chunk(
@@ -125,6 +131,7 @@ def _build_chunk(
     platform: Platform,
     choice: SpecChoice,
     stage: int | None,
+    head: str,
     install: Callable[[torch.nn.Module], None] | None,
 ) -> ModelChunk:
     from megatron.core import parallel_state as ps
@@ -142,11 +149,13 @@ def _build_chunk(
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=model.tied,
+        share_embeddings_and_output_weights=model.tied and head == "vocabulary",
         position_embedding_type="rope",
         rotary_base=int(model.rope.theta),
         vp_stage=stage,
     )
+    if head == "value" and gpt.post_process:
+        gpt.output_layer = ValueHead(config)
     gpt.rotary_pos_emb = Rotary(model.rope, platform.device)
     check_inv_freq(gpt, model.rope)
     gpt.to(platform.device)

@@ -3,44 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from miles.algos.context import ContextLayout, ContiguousAllGather, Zigzag, localize
 from miles.data.batch import MicroBatch
 from miles.data.tensors import BatchTensors, to_tensors
+from miles.train.config import ParallelConfig
 from miles.train.errors import TrainError
 from miles.train.megatron.documents import DocumentLayout
+from miles.train.megatron.mesh import Mesh
 
 
 @dataclass(frozen=True, eq=False)
 class ModelInput:
-    """One micro-batch on the device. `layout` is None for rows (`bshd`)."""
+    """One micro-batch (or this context-parallel rank's slice of it) on the device. `layout` is None for rows (`bshd`).
+
+    `token_index` int64: which of the whole micro-batch's response tokens are here; None means all of them.
+    """
 
     tensors: BatchTensors
     layout: DocumentLayout | None
+    whole_tokens: int
+    token_index: torch.Tensor | None = None
 
     def run(self, model: Any) -> torch.Tensor:
-        """Forward; on the last pipeline stage vocabulary-parallel logits `[rows, T, V/tp]`, else hidden states."""
+        """Forward; on the last pipeline stage logits or values `[rows, T, width]`, else hidden states."""
         return model(self.tensors.input_ids, self.tensors.position_ids, None, packed_seq_params=self.layout)
 
-    def response_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `[n, V/tp]` of the positions that predict the n response tokens."""
-        return logits.flatten(0, 1).index_select(0, self.tensors.logit_index)
+    def response_rows(self, output: torch.Tensor) -> torch.Tensor:
+        """Output rows `[n, width]` at the positions that predict the n response tokens."""
+        return output.flatten(0, 1).index_select(0, self.tensors.logit_index)
 
 
-def to_inputs(micro_batches: Sequence[MicroBatch], device: torch.device, *, sequence_multiple: int) -> list[ModelInput]:
-    """Move micro-batches to the device. `sequence_multiple`: tensor-parallel size under sequence parallelism."""
+def to_inputs(
+    micro_batches: Sequence[MicroBatch], parallel: ParallelConfig, mesh: Mesh, device: torch.device
+) -> list[ModelInput]:
+    """Move micro-batches to the device, cut for this context-parallel rank."""
+    multiple = parallel.tp if parallel.sp else 1
+    if parallel.cp > 1:
+        kind = Zigzag if parallel.cp_layout == "zigzag" else ContiguousAllGather
+        context = kind(size=parallel.cp, rank=mesh.layout.cp_rank, multiple=multiple)
+        return [_slice(batch, context, mesh, device) for batch in micro_batches]
     inputs = []
     for batch in micro_batches:
         length = batch.input_ids.shape[1]
-        if length % sequence_multiple:
+        if length % multiple:
             raise TrainError(
-                f"a micro-batch row has {length} tokens, which tp={sequence_multiple} with sequence parallel does not "
-                f"divide; build the batch with pad_multiple={sequence_multiple}"
+                f"a micro-batch row has {length} tokens, which tp={multiple} with sequence parallel does not "
+                f"divide; build the batch with pad_multiple={multiple}"
             )
         tensors = to_tensors(batch, device)
         layout = DocumentLayout.from_lengths(tensors.bounds.lengths, device) if tensors.bounds is not None else None
-        inputs.append(ModelInput(tensors, layout))
+        inputs.append(ModelInput(tensors, layout, len(batch.target_ids)))
     return inputs
+
+
+def _slice(batch: MicroBatch, context: ContextLayout, mesh: Mesh, device: torch.device) -> ModelInput:
+    """Rows become one packed row of documents: under context parallelism both layouts attend the same way."""
+    part = localize(batch, context)
+    cut = part.micro_batch
+    starts = np.cumsum(batch.token_counts) - batch.token_counts
+    index = starts[cut.sequence] + cut.response_index
+    tensors = to_tensors(cut, device)
+    flat = {name: getattr(tensors, name).reshape(1, -1) for name in ("input_ids", "position_ids")}
+    return ModelInput(
+        replace(tensors, **flat),
+        DocumentLayout.from_slice(part, device, mesh.cp),
+        len(batch.target_ids),
+        torch.from_numpy(index).to(device),
+    )

@@ -1,13 +1,12 @@
 """Forward and backward over the micro-batches of one step, and the gradient's way over the mesh.
 
 Losses are sums that already carry their denominators, so nothing here averages: megatron-core is told
-`calculate_per_token_loss` and its division is not used.
+`calculate_per_token_loss`, its schedules get no token count, and its division is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from miles.train.megatron.build import ModelChunk
 from miles.train.megatron.inputs import ModelInput
 from miles.train.megatron.mesh import Mesh
 
-# (micro-batch, its response logits [n, V/tp]) -> (loss with gradient, whatever the caller collects)
+# (micro-batch, its response rows [n, width]) -> (loss with gradient, whatever the caller collects)
 LossFn = Callable[[ModelInput, torch.Tensor], tuple[torch.Tensor, Any]]
 
 
@@ -26,28 +25,57 @@ def forward_backward(
     """Accumulate the gradient of the summed loss into the buffers; returns what `loss_fn` collected (last stage only)."""
     for chunk in chunks:
         chunk.ddp.zero_grad_buffer()
-    collected = []
-    ddp = chunks[0].ddp
-    for number, micro_batch in enumerate(inputs):
-        with ExitStack() as stack:
-            if number < len(inputs) - 1:
-                stack.enter_context(ddp.no_sync())
-            loss, result = loss_fn(micro_batch, micro_batch.response_rows(micro_batch.run(ddp)))
+    if mesh.layout.pp_size > 1:
+        collected = _pipelined(chunks, inputs, loss_fn, forward_only=False)
+    else:
+        collected = []
+        for item in inputs:
+            loss, result = loss_fn(item, item.response_rows(item.run(chunks[0].ddp)))
             loss.backward()
-        collected.append(result)
+            collected.append(result)
     reduce_gradients(chunks)
     return collected
-
-
-def reduce_gradients(chunks: Sequence[ModelChunk]) -> None:
-    """Sum gradients over data- and context-parallel ranks, and those of replicated parameters over their shards."""
-    from megatron.core.distributed import finalize_model_grads
-
-    finalize_model_grads([chunk.ddp for chunk in chunks], None)
 
 
 @torch.no_grad()
 def forward_only(chunks: Sequence[ModelChunk], inputs: Sequence[ModelInput], read: LossFn, mesh: Mesh) -> list[Any]:
     """Like `forward_backward` without gradients."""
-    model = chunks[0].model
-    return [read(item, item.response_rows(item.run(model)))[1] for item in inputs]
+    if mesh.layout.pp_size > 1:
+        return _pipelined(chunks, inputs, read, forward_only=True)
+    return [read(item, item.response_rows(item.run(chunks[0].ddp)))[1] for item in inputs]
+
+
+def reduce_gradients(chunks: Sequence[ModelChunk]) -> None:
+    """Sum gradients over data- and context-parallel ranks, those of replicated parameters over their shards, and
+    those of tied embeddings over the first and last stage."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads([chunk.ddp for chunk in chunks], None)
+
+
+def _pipelined(
+    chunks: Sequence[ModelChunk], inputs: Sequence[ModelInput], loss_fn: LossFn, *, forward_only: bool
+) -> list[Any]:
+    """megatron-core's 1F1B or interleaved schedule. Gradients are reduced by the caller."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Iterator[ModelInput], model: Any) -> tuple[torch.Tensor, Any]:
+        item = next(iterator)
+
+        def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            value, result = loss_fn(item, item.response_rows(output))
+            return value, torch.zeros((), dtype=torch.int, device=value.device), result
+
+        return item.run(model), loss
+
+    iterators = [iter(inputs) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=[chunk.ddp for chunk in chunks],
+        num_microbatches=len(inputs),
+        # Every micro-batch announces its own shape.
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )

@@ -21,21 +21,26 @@ from miles.train.errors import CheckpointError
 from miles.train.megatron import rng
 from miles.train.megatron.mesh import Mesh
 from miles.train.megatron.optimizer import MOMENTS, MasterAdamW
+from miles.train.megatron.trained import TrainedModel
 from miles.train.megatron.weights import cut_of, is_replicated, owns, untied
 
 
 def save_shards(
-    directory: Path, step: int, optimizer: MasterAdamW, bound: BoundMap, mesh: Mesh
+    directory: Path, step: int, models: Mapping[str, TrainedModel], mesh: Mesh
 ) -> tuple[Path, list[FileRecord]]:
-    """Every rank writes its file below `iter_<step>.tmp`; returns the folder and all files' records on every rank.
+    """`models`: by label (policy, critic). Every rank writes its file below `iter_<step>.tmp`; returns the folder and all files' records on every rank.
 
     A failure on any rank removes the folder and raises the same error on all ranks.
     """
     folder = directory / f"iter_{step}.tmp"
     _together(mesh, folder, lambda: checkpoint.begin(directory, step) if mesh.layout.rank == 0 else None)
     tensors, state = rng.capture()
-    for key, values in {"model": optimizer.master_tensors(), **optimizer.moments()}.items():
-        tensors |= {f"{key}/{name}": value for name, value in values.items() if _owns(name, bound, mesh)}
+    for label, trained in models.items():
+        kinds = {"model": trained.optimizer.master_tensors(), **trained.optimizer.moments()}
+        for kind, values in kinds.items():
+            tensors |= {
+                f"{label}.{kind}/{name}": value for name, value in values.items() if _owns(name, trained.bound, mesh)
+            }
     metadata = {
         "rank": mesh.layout.rank,
         "tp_rank": dist.get_rank(mesh.tp),
@@ -81,12 +86,13 @@ def _together(mesh: Mesh, folder: Path, work: Any) -> list[Any]:
 
 
 class ShardReader:
-    """Hugging Face view of a checkpoint's files, whatever mesh wrote them."""
+    """Hugging Face view of one model (`label`) in a checkpoint's files, whatever mesh wrote them."""
 
-    def __init__(self, path: Path, manifest: Manifest, bound: BoundMap) -> None:
+    def __init__(self, path: Path, manifest: Manifest, label: str, bound: BoundMap) -> None:
         from safetensors import safe_open
 
         self.path = path
+        self.label = label
         self.bound = bound
         self.manifest = manifest
         self._files = {record.name: safe_open(path / record.name, framework="pt") for record in manifest.files}
@@ -94,7 +100,7 @@ class ShardReader:
         for record in manifest.files:
             for key in list(self._files[record.name].keys()):
                 kind, _, name = key.partition("/")
-                if kind == "rng":
+                if not kind.startswith(label + "."):
                     continue
                 expert = bound.entry(name).rule.per_expert
                 cut = int(record.metadata["expert_tp_rank" if expert else "tp_rank"])
@@ -102,14 +108,14 @@ class ShardReader:
         self._cache: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def has(self, kind: str) -> bool:
-        return any(key.startswith(kind + "/") for key in self._where)
+        return any(key.startswith(f"{self.label}.{kind}/") for key in self._where)
 
     def local(self, kind: str, name: str, shape: Sequence[int], mesh: Mesh) -> torch.Tensor:
         """This rank's part of one parameter's `kind` (model, exp_avg, exp_avg_sq)."""
         entry = self.bound.entry(untied(name, self.bound))
-        key = f"{kind}/{entry.mcore}"
+        key = f"{self.label}.{kind}/{entry.mcore}"
         if key not in self._where:
-            raise CheckpointError(f"{self.path}: {kind} of {entry.mcore} is in none of its files")
+            raise CheckpointError(f"{self.path}: the {self.label}'s {kind} of {entry.mcore} is in none of its files")
         rank, parallel = cut_of(entry, mesh)
         places = sorted(self._where[key])
         if len(places) == parallel or is_replicated(entry.mcore, self.bound):
@@ -137,11 +143,11 @@ class ShardReader:
         return True
 
 
-def load_optimizer(reader: ShardReader, optimizer: MasterAdamW, mesh: Mesh) -> None:
-    """Masters, moments and step count of this rank from a checkpoint."""
+def load_optimizer(reader: ShardReader, optimizer: MasterAdamW, mesh: Mesh, steps: int) -> None:
+    """Masters and moments of this rank from a checkpoint; `steps` optimizer steps were taken."""
 
     def gather(kind: str) -> Mapping[str, torch.Tensor]:
         return {item.name: reader.local(kind, item.name, item.master.shape, mesh) for item in optimizer.masters}
 
     moments = {kind: gather(kind) for kind in MOMENTS} if reader.has(MOMENTS[0]) else {}
-    optimizer.restore(gather("model"), moments, reader.manifest.optimizer_steps)
+    optimizer.restore(gather("model"), moments, steps)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from miles.models.family import FamilyConfig
 from miles.models.hf_files import HFCheckpoint
-from miles.models.weightmap import BoundMap, Entry
+from miles.models.weightmap import BoundMap, Entry, MapShape, Skip, WeightMap, direct
 from miles.train.megatron.build import ModelChunk
 from miles.train.megatron.mesh import Mesh
 
@@ -30,12 +31,31 @@ def local_parameters(chunks: Sequence[ModelChunk]) -> Named:
     return named
 
 
+VALUE_HEAD = "value_head.weight"
+
+
+def critic_map(policy: WeightMap) -> WeightMap:
+    """The policy's map with a value head in place of the vocabulary's output layer."""
+    rules = tuple(rule for rule in policy.rules if rule.mcore != "output_layer.weight")
+    skip = Skip("lm_head.weight", "a critic has a value head instead")
+    return replace(policy, rules=(*rules, direct(VALUE_HEAD, "output_layer.weight")), skips=(*policy.skips, skip))
+
+
+def critic_shape(model: FamilyConfig) -> MapShape:
+    """A critic's value head is never tied to the embedding."""
+    return replace(model.map_shape, tied=False)
+
+
 def load_hf(directory: Path, chunks: Sequence[ModelChunk], bound: BoundMap, mesh: Mesh) -> None:
-    """Copy a checkpoint into the model; every shape is checked before the first byte is copied."""
+    """Copy a checkpoint into the model; every shape is checked before the first byte is copied.
+
+    A value head that the folder lacks keeps its zeros.
+    """
     checkpoint = HFCheckpoint(directory)
-    bound.check_hf_coverage(checkpoint.names(), where=str(directory))
+    fresh = {VALUE_HEAD} & set(bound.expected_hf) - set(checkpoint.names())
+    bound.check_hf_coverage({*checkpoint.names(), *fresh}, where=str(directory))
     named = local_parameters(chunks)
-    targets = [(entry, tensor) for entry, tensor in with_entries(named, bound)]
+    targets = [(entry, tensor) for entry, tensor in with_entries(named, bound) if not fresh & set(entry.hf)]
     for entry, tensor in targets:
         _, parallel = cut_of(entry, mesh)
         for name, shape in zip(entry.hf, entry.hf_shapes(tensor.shape, parallel), strict=True):

@@ -16,7 +16,7 @@ from miles.train.errors import CheckpointError
 def save(directory, step, *, keep=5, value=0.0):
     folder = checkpoint.begin(directory, step)
     record = checkpoint.write_tensors(folder, "rank_00000.safetensors", {"x": torch.full((4,), value)}, {"rank": 0})
-    manifest = Manifest(step, step, "qwen3", {"tp": 1}, {}, [record], {"step": step})
+    manifest = Manifest(step, {"policy": step}, "qwen3", {"tp": 1}, {}, [record], {"step": step})
     return checkpoint.publish(folder, manifest, keep=keep)
 
 

@@ -78,7 +78,7 @@ def test_bucket_padding_is_at_most_half():
 
     lengths = [1, 2, 3, 5, 9, 17, 33, 64, 65]
     layout = DocumentLayout.from_lengths(lengths, torch.device("cpu"))
-    assert sum(rows.numel() for rows in layout.rows) <= 2 * sum(lengths)
+    assert sum(bucket.queries.numel() for bucket in layout.buckets) <= 2 * sum(lengths)
 
 
 def test_leak_is_detected_when_bounds_are_dropped():

@@ -22,7 +22,7 @@ def our_logits(toolbox, folder, tokens, **parallel):
 
         backend = toolbox.backend(folder, rank, world, port, **parallel)
         with torch.no_grad():
-            return gather(backend.chunks[0].model(tokens, None, None)).float()
+            return gather(backend.policy.chunks[0].model(tokens, None, None)).float()
 
     return body
 
@@ -121,7 +121,7 @@ def test_export_loads_in_transformers_with_its_tokenizer(ranks, toolbox, model_d
         backend = toolbox.backend(model_dir, rank, world, port)
         backend.step(toolbox.batch(toolbox.samples()).for_rank(0))
         backend.export_hf(tmp_path / "export")
-        return backend.chunks[0].model(tokens, None, None).detach()
+        return backend.policy.chunks[0].model(tokens, None, None).detach()
 
     trained = ranks(body, 1)[0]
     assert (hf_logits(tmp_path / "export", tokens) - trained).abs().max() <= 1e-5

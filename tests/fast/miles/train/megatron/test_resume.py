@@ -64,9 +64,9 @@ def test_any_mesh_loads_any_checkpoint_bit_for_bit(before, after, ranks, toolbox
     def reload(rank, world, port):
         backend = toolbox.backend(model_dir, rank, world, port, loaded=False, **after)
         backend.load_checkpoint(tmp_path)
-        moments = backend.optimizer.moments()["exp_avg_sq"]
-        full = dict(backend.full_tensors.gather(moments))
-        return dict(backend.state_for_sync()), full, backend.optimizer.steps
+        moments = backend.policy.optimizer.moments()["exp_avg_sq"]
+        full = dict(backend.policy.full_tensors.gather(moments))
+        return dict(backend.state_for_sync()), full, backend.policy.optimizer.steps
 
     got, moments, steps = ranks(reload, {(): 1}.get(tuple(after), 2))[0]
     assert steps == 2

@@ -1,0 +1,95 @@
+"""One model under training on this rank: its chunks, weight map and optimizer. The policy is one, a critic another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miles.algos.metrics import MetricSums
+from miles.models.family import Family, FamilyConfig
+from miles.models.weightmap import WeightMap
+from miles.train.config import OptimizerConfig, TrainConfig
+from miles.train.megatron import build, loop, weights
+from miles.train.megatron.inputs import ModelInput
+from miles.train.megatron.mesh import Mesh
+from miles.train.megatron.optimizer import MasterAdamW
+from miles.train.megatron.platform import Platform
+from miles.train.megatron.spec import SpecChoice
+
+
+class TrainedModel:
+    """`head`: "vocabulary" for a policy, "value" for a critic whose output layer is one number per token."""
+
+    def __init__(
+        self,
+        family: Family,
+        model: FamilyConfig,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
+        mesh: Mesh,
+        platform: Platform,
+        choice: SpecChoice,
+        *,
+        head: str = "vocabulary",
+        install: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:
+        weight_map: WeightMap = family.weights if head == "vocabulary" else weights.critic_map(family.weights)
+        self.mesh = mesh
+        self.bound = weight_map.bind(model.map_shape if head == "vocabulary" else weights.critic_shape(model))
+        self.chunks = build.build_chunks(model, train, mesh, platform, choice, head=head, install=install)
+        self.full_tensors = weights.FullTensors(self.bound, mesh)
+        self.optimizer = MasterAdamW(self.chunks, optimizer, mesh, lambda name: weights.is_replicated(name, self.bound))
+        self._device = platform.device
+
+    def load_hf(self, directory: Path) -> None:
+        """Weights from a Hugging Face folder; the optimizer's masters follow."""
+        weights.load_hf(directory, self.chunks, self.bound, self.mesh)
+        self.optimizer.refresh_masters()
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """HF names and full tensors on global rank 0; every rank must exhaust it."""
+        return self.full_tensors.gather(weights.local_parameters(self.chunks))
+
+    def gradient(self, inputs: Sequence[ModelInput], loss_fn: loop.LossFn) -> tuple[MetricSums, float]:
+        """Fill the gradient buffers; returns the step's metric sums and gradient norm, equal on every rank."""
+        parts = loop.forward_backward(self.chunks, inputs, loss_fn, self.mesh)
+        return self._global_sums(parts), self.optimizer.grad_norm()
+
+    def scores(
+        self, inputs: Sequence[ModelInput], read: Callable[[ModelInput, torch.Tensor], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """`read` gives fp32 [n] per micro-batch; results cover the whole micro-batch and are equal on every rank that
+        shares it (pipeline stages, context-parallel slices)."""
+
+        def collect(item: ModelInput, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            values = read(item, rows)
+            return values.sum(), values
+
+        results: list[Any] = loop.forward_only(self.chunks, inputs, collect, self.mesh)
+        layout = self.mesh.layout
+        if layout.pp_size > 1 and not results:
+            results = [torch.empty(len(item.tensors.target_ids), device=self._device) for item in inputs]
+        whole = []
+        for item, values in zip(inputs, results, strict=True):
+            if layout.pp_size > 1:
+                dist.broadcast(values, dist.get_global_rank(self.mesh.pp, layout.pp_size - 1), group=self.mesh.pp)
+            if item.token_index is not None:
+                full = values.new_zeros(item.whole_tokens)
+                values = full.index_copy(0, item.token_index, values)
+                dist.all_reduce(values, group=self.mesh.cp)
+            whole.append(values)
+        return whole
+
+    def _global_sums(self, parts: Sequence[MetricSums]) -> MetricSums:
+        total = reduce(lambda left, right: left + right, parts) if parts else MetricSums.zeros(self._device)
+        total = total.all_reduce(self.mesh.dp_cp)
+        if self.mesh.layout.pp_size > 1:
+            last = dist.get_global_rank(self.mesh.pp, self.mesh.layout.pp_size - 1)
+            for tensor in (total.sums, total.maxima, total.histogram):
+                dist.broadcast(tensor, last, group=self.mesh.pp)
+        return total
