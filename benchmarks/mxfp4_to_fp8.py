@@ -72,9 +72,10 @@ def main() -> None:
         "differences from the reference [normal, lossy weight]": bad,
         "lossy elements of the lossy weight": lossy,
     }
-    for tiles, warps in itertools.product((1, 2, 4, 8), (4, 8, 16)) if args.tune else ((4, 8),):
-        launch = api._Launch(packed, scales, tiles, warps)
-        results[f"ours, {tiles} tiles a program, {warps} warps"] = time_us(launch.run)
+    shapes = itertools.product((1, 2, 4, 8), (4, 8), (False, True)) if args.tune else ((4, 8, True),)
+    for tiles, warps, ahead in shapes:
+        launch = api._Launch(packed, scales, tiles, warps, ahead)
+        results[f"ours, {tiles} tiles a program, {warps} warps, ahead {ahead}"] = time_us(launch.run)
     ours = min(v for k, v in results.items() if k.startswith("ours"))
     results |= {
         "copy of the same bytes": copy,

@@ -15,18 +15,16 @@ from miles.kernels.mxfp4_to_fp8 import kernel
 from miles.kernels.mxfp4_to_fp8.reference import BLOCK, TILE, Converted, check_inputs, conversion_table
 from miles.kernels.weight_table import on_device, weight_table
 
-_luts: dict[torch.device, torch.Tensor] = {}
+_tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
-def _lut(device: torch.device) -> torch.Tensor:
-    """int32 [20, 4]: eight E4M3 bytes (two words), a bit per inexact magnitude, padding."""
-    if device not in _luts:
+def _lookup(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int64 [20]: eight E4M3 bytes, int32 [20]: a bit per inexact magnitude) on the device."""
+    if device not in _tables:
         codes, inexact = conversion_table()
-        rows = torch.zeros((codes.shape[0], 4), dtype=torch.int32)
-        rows[:, :2] = codes.contiguous().view(torch.int32)
-        rows[:, 2] = (inexact.to(torch.int32) << torch.arange(8, dtype=torch.int32)).sum(1, dtype=torch.int32)
-        _luts[device] = rows.to(device)
-    return _luts[device]
+        mask = (inexact.to(torch.int32) << torch.arange(8, dtype=torch.int32)).sum(1, dtype=torch.int32)
+        _tables[device] = codes.contiguous().view(torch.int64).view(-1).to(device), mask.to(device)
+    return _tables[device]
 
 
 def _check(packed: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> None:
@@ -58,7 +56,13 @@ class _Launch:
     """Buffers of one call, so that a benchmark can repeat `run` alone."""
 
     def __init__(
-        self, packed: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], tiles_per_program: int = 4, warps: int = 8
+        self,
+        packed: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        tiles_per_program: int = 4,
+        warps: int = 8,
+        ahead: bool = True,
+        registers: int | None = None,
     ) -> None:
         _check(packed, scales)
         device = packed[0].device
@@ -79,7 +83,7 @@ class _Launch:
             tile += -(-m // TILE) * -(-n // TILE)
         tiles = [a * b for a, b in self.grids]
         strips = [a * -(-b // tiles_per_program) for a, b in self.grids]
-        self.tiles_per_program, self.warps = tiles_per_program, warps
+        self.tiles_per_program, self.warps, self.ahead, self.registers = tiles_per_program, warps, ahead, registers
         self.table = weight_table((sources, scale_offsets, rows, cols, outputs, first_tiles), strips, 1, device)
         self.q = torch.empty(output * 16, dtype=torch.uint8, device=device)
         self.scale = torch.empty(sum(tiles), dtype=torch.uint8, device=device)
@@ -91,8 +95,8 @@ class _Launch:
         with on_device(self.device):
             kernel.strip_kernel[(self.table.chunks,)](
                 self.packed[0].view(-1).view(torch.int32), self.scales[0], self.table.columns, self.table.chunk_weight,
-                _lut(self.device), self.q.view(torch.int32), self.scale, self.info, self.flag, self.table.n,
-                PTX=self.device.type == "cuda" and torch.version.hip is None, TILES=self.tiles_per_program, num_warps=self.warps,
+                *_lookup(self.device), self.q.view(torch.int32), self.scale, self.info, self.flag, self.table.n,
+                PTX=self.device.type == "cuda" and torch.version.hip is None, TILES=self.tiles_per_program, AHEAD=self.ahead, num_warps=self.warps, maxnreg=self.registers,
             )  # fmt: skip
 
     def raise_if_nan(self) -> None:

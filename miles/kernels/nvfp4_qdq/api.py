@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from miles.kernels.nvfp4_qdq import fused, kernel
+from miles.kernels.nvfp4_qdq import kernel
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 from miles.kernels.weight_table import WeightTable, on_device, weight_table
 
@@ -24,29 +24,30 @@ _compiled: set[tuple] = set()
 
 @dataclass(frozen=True)
 class Launch:
-    """Rows (blocks of 16) per tile, tiles per program, warps per program.
+    """How work is cut: blocks of 16 per tile, tiles per program, warps per program, and two forms of the kernel.
 
-    One tile a program is fastest on H200: the scheduler overlaps programs better than a loop overlaps its loads.
+    `wide`: exchange halves between lanes so that a store fills whole memory sectors; `ahead`: load the next tile
+    before the current one is computed. The defaults below were the fastest on an H200 (docs/guide/low-precision.md).
     """
 
     rows: int = 128
-    tiles: int = 1
+    tiles: int = 4
     warps: int = 4
+    wide: bool = True
+    ahead: bool = True
 
 
-@dataclass(frozen=True)
-class FusedLaunch:
-    """The persistent form: blocks per tile, tiles read ahead of the wait, warps and programs per multiprocessor."""
-
-    rows: int = 128
-    slack: int = 4
-    warps: int = 4
-    programs_per_sm: int = 8
-    keep: str = ""
-    drop: str = "evict_first"
+STANDARD_LAUNCH = Launch()
+FOUR_OVER_SIX_LAUNCH = Launch(tiles=8)
+AMAX_LAUNCH = Launch(rows=256, tiles=8, warps=8)
+INTERPRETER_LAUNCH = Launch(rows=4096, tiles=1, ahead=False)
+EXTREME_PROGRAMS = 528
 
 
-INTERPRETER_LAUNCH = Launch(rows=4096, tiles=1)
+def _default_launch(config: NVFP4QDQConfig) -> Launch:
+    if _interpreted():
+        return INTERPRETER_LAUNCH
+    return FOUR_OVER_SIX_LAUNCH if config.use_4over6 else STANDARD_LAUNCH
 
 
 def _interpreted() -> bool:
@@ -133,8 +134,7 @@ def amax_nvfp4(
     Under expert tensor parallelism, all-reduce the result with MAX before `qdq_nvfp4(..., amax=)`.
     """
     _check(weights)
-    launch = launch or (INTERPRETER_LAUNCH if _interpreted() else Launch())
-    return _amax(weights, _slots(weights, shared), launch)
+    return _amax(weights, _slots(weights, shared), launch or (INTERPRETER_LAUNCH if _interpreted() else AMAX_LAUNCH))
 
 
 def _amax(weights: Sequence[torch.Tensor], slots: list[int], launch: Launch) -> torch.Tensor:
@@ -157,7 +157,6 @@ def qdq_nvfp4(
     *,
     shared: Sequence[int] | None = None,
     launch: Launch | None = None,
-    fused_launch: FusedLaunch | None = None,
 ) -> list[torch.Tensor]:
     """Quantise and dequantise each weight; same shapes, dtype and device, in one new allocation.
 
@@ -165,13 +164,11 @@ def qdq_nvfp4(
     `amax`: fp32 [slots], as `amax_nvfp4` returns; None computes it. `shared`: see `amax_nvfp4`.
     """
     _check(weights)
-    launch = launch or (INTERPRETER_LAUNCH if _interpreted() else Launch())
+    launch = launch or _default_launch(config)
     slots = _slots(weights, shared)
     device, dtype = weights[0].device, weights[0].dtype
-    if amax is None and shared is None and not _interpreted() and fused_launch is not None:
-        return _qdq_fused(weights, config, slots, fused_launch)
     if amax is None:
-        amax = _amax(weights, slots, launch)
+        amax = _amax(weights, slots, INTERPRETER_LAUNCH if _interpreted() else AMAX_LAUNCH)
     elif amax.dtype != torch.float32 or amax.shape != (max(slots) + 1,) or amax.device != device:
         raise ValueError(
             f"amax must be float32 of shape ({max(slots) + 1},) on {device}, got {amax.dtype} {tuple(amax.shape)} on {amax.device}"
@@ -180,37 +177,28 @@ def qdq_nvfp4(
     _refuse_compile_in_capture(("qdq", device, dtype, launch, config), device)
     flat = torch.empty(sum(w.numel() for w in weights), dtype=dtype, device=device)
     numerator = config.encode_numerator
+    pointers = (
+        _words(weights[0]),
+        table.columns,
+        _words(flat),
+        amax.contiguous().view(torch.int32),
+        _flag(device),
+        table.n,
+    )
+    fixed = {
+        "ROWS": launch.rows, "FP16": dtype == torch.float16, "PTX": device.type == "cuda" and torch.version.hip is None,
+        "MSE": config.error_mode is ErrorMode.MSE, "TE_DECODE": config.decode == "te",
+        "num_warps": launch.warps, "enable_fp_fusion": False,
+    }  # fmt: skip
     with on_device(device):
         kernel.qdq_kernel[(table.chunks,)](
-            _words(weights[0]), table.columns, table.chunk_weight, _words(flat), amax.contiguous().view(torch.int32), _flag(device),
-            table.n, table.chunks, numerator, 1.0 / numerator,
-            ROWS=launch.rows, TILES=launch.tiles, FP16=dtype == torch.float16,
-            PTX=device.type == "cuda" and torch.version.hip is None, FOUR_OVER_SIX=config.use_4over6,
-            FP16_DOMAIN=config.error_use_fast_math, MSE=config.error_mode is ErrorMode.MSE,
-            TE_DECODE=config.decode == "te", num_warps=launch.warps, enable_fp_fusion=False,
+            *pointers, table.chunk_weight, table.chunks, numerator, 1.0 / numerator,
+            TILES=launch.tiles, FOUR_OVER_SIX=config.use_4over6, FP16_DOMAIN=config.error_use_fast_math,
+            WIDE=launch.wide, AHEAD=launch.ahead, **fixed,
         )  # fmt: skip
-    return [part.view(w.shape) for part, w in zip(flat.split([w.numel() for w in weights]), weights, strict=True)]
-
-
-def _qdq_fused(
-    weights: Sequence[torch.Tensor], config: NVFP4QDQConfig, slots: list[int], launch: FusedLaunch
-) -> list[torch.Tensor]:
-    device, dtype = weights[0].device, weights[0].dtype
-    table = _table(weights, slots, Launch(launch.rows, 1))
-    _refuse_compile_in_capture(("fused", device, dtype, launch, config), device)
-    n = len(slots)
-    state = torch.zeros(2 * n, dtype=torch.int32, device=device)
-    flat = torch.empty(sum(w.numel() for w in weights), dtype=dtype, device=device)
-    programs = torch.cuda.get_device_properties(device).multi_processor_count * launch.programs_per_sm
-    with on_device(device):
-        fused.fused_kernel[(programs,)](
-            _words(weights[0]), table.columns, _words(flat), state[:n], state[n:], _flag(device),
-            n, config.encode_numerator, 1.0 / config.encode_numerator,
-            ROWS=launch.rows, SLACK=launch.slack, FP16=dtype == torch.float16, PTX=torch.version.hip is None,
-            FOUR_OVER_SIX=config.use_4over6, FP16_DOMAIN=config.error_use_fast_math,
-            MSE=config.error_mode is ErrorMode.MSE, TE_DECODE=config.decode == "te",
-            KEEP=launch.keep, DROP=launch.drop, num_warps=launch.warps, enable_fp_fusion=False, launch_cooperative_grid=True,
-        )  # fmt: skip
+        if config.use_4over6 and not config.error_use_fast_math:
+            programs = 1 if _interpreted() else EXTREME_PROGRAMS
+            kernel.extreme_kernel[(programs,)](*pointers, numerator, 1.0 / numerator, **fixed)
     return [part.view(w.shape) for part, w in zip(flat.split([w.numel() for w in weights]), weights, strict=True)]
 
 

@@ -10,7 +10,7 @@ Kernels set a device flag (bit 0) where the maximum of a tensor is not finite, a
 overflows; nothing here reads it.
 """
 
-# ruff: noqa: RUF005  (the Triton front end has no starred tuples)
+# ruff: noqa: RUF005, SIM102  (compile-time conditions stand alone; the Triton front end has no starred tuples)
 from __future__ import annotations
 
 import triton
@@ -91,12 +91,37 @@ def _join4(c0, c1, c2, c3, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load(base, row, blocks, EVICT: tl.constexpr, ROWS: tl.constexpr):
-    """The words of each block as two tiles [ROWS, 4], one vector load each; rows from `blocks` on read as zero."""
+def _rows_left(start, blocks, ROWS: tl.constexpr):
+    """64-bit offsets end here: inside a tile everything is 32-bit."""
+    return tl.minimum(blocks - start, ROWS).to(tl.int32)
+
+
+@triton.jit
+def _load(base, start, blocks, ROWS: tl.constexpr):
+    """The words of blocks start..start+ROWS-1 as two tiles [ROWS, 4], one vector load each; from `blocks` on, zero."""
+    row = tl.arange(0, ROWS)
     offset = row[:, None] * 8 + tl.arange(0, 4)[None, :]
-    mask = (row < blocks)[:, None]
-    first = tl.load(base + offset, mask=mask, other=0, eviction_policy=EVICT)
-    return first, tl.load(base + offset + 4, mask=mask, other=0, eviction_policy=EVICT)
+    mask = (row < _rows_left(start, blocks, ROWS))[:, None]
+    base += start * 8
+    first = tl.load(base + offset, mask=mask, other=0)
+    return first, tl.load(base + offset + 4, mask=mask, other=0)
+
+
+@triton.jit
+def _store(base, start, blocks, y, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """Eight words of each block. WIDE exchanges halves between lanes first, so that each store fills whole sectors."""
+    row = tl.arange(0, ROWS)
+    mask = (row < _rows_left(start, blocks, ROWS))[:, None]
+    base += start * 8
+    first = _join4(y[0], y[1], y[2], y[3], ROWS)
+    second = _join4(y[4], y[5], y[6], y[7], ROWS)
+    if WIDE:
+        whole = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 8))
+        tl.store(base + row[:, None] * 8 + tl.arange(0, 8)[None, :], whole, mask=mask)
+    else:
+        offset = row[:, None] * 8 + tl.arange(0, 4)[None, :]
+        tl.store(base + offset, first, mask=mask)
+        tl.store(base + offset + 4, second, mask=mask)
 
 
 @triton.jit
@@ -208,9 +233,10 @@ def _quantize_standard(x, a, s_enc, s_dec, FP16: tl.constexpr):
 
 @triton.jit
 def _quantize_store(
-    x, dst, row, blocks, amax, s_enc, s_dec, numerator, recip,
+    x, dst, start, blocks, amax, s_enc, s_dec, numerator, recip,
     ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
-    FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr, EVICT: tl.constexpr,
+    FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise, dequantise and store ROWS blocks given as eight words; returns the bits of each block's max abs."""
     bits = _abs_max(x, FP16)
@@ -227,10 +253,7 @@ def _quantize_store(
     for i in tl.static_range(8):
         word = _pack(q[2 * i] * factor, q[2 * i + 1] * factor, FP16, PTX)
         y = y + (word | (x[i] & -2147450880),)  # both sign bits, also of zeros
-    offset = row[:, None] * 8 + tl.arange(0, 4)[None, :]
-    mask = (row < blocks)[:, None]
-    tl.store(dst + offset, _join4(y[0], y[1], y[2], y[3], ROWS), mask=mask, eviction_policy=EVICT)
-    tl.store(dst + offset + 4, _join4(y[4], y[5], y[6], y[7], ROWS), mask=mask, eviction_policy=EVICT)
+    _store(dst, start, blocks, y, WIDE, ROWS)
     return bits
 
 
@@ -258,63 +281,96 @@ def amax_kernel(base, table, chunk_weight, amax_bits, n, ROWS: tl.constexpr, TIL
     chunk = tl.program_id(0)
     src, _out, blocks, slot, first_chunk = _entry(table, n, tl.load(chunk_weight + chunk))
     words = base + src * 4
-    start = (chunk - first_chunk) * (ROWS * TILES)
+    start = (chunk - first_chunk) * ROWS
+    stride = tl.cdiv(tl.cdiv(blocks, ROWS), TILES) * ROWS
     best = tl.zeros((ROWS,), tl.int32)
     for t in range(TILES):
-        row = start + t * ROWS + tl.arange(0, ROWS)
-        first, second = _load(words, row, blocks, "", ROWS)
+        first, second = _load(words, start + t * stride, blocks, ROWS)
         best = tl.maximum(best, _abs_max(_words(first, second, ROWS), FP16))
     tl.atomic_max(amax_bits + slot, tl.max(best, axis=0), sem="relaxed")
 
 
 @triton.jit
 def _chunk(
-    src, dst, start, blocks, amax, numerator, recip,
-    ROWS: tl.constexpr, TILES: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
+    src, dst, start, stride, tiles, blocks, amax, numerator, recip, flag,
+    ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
     FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
+    WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles from block `start`; returns the largest max-abs bits seen."""
+    """`tiles` tiles from block `start`, `stride` blocks apart: neighbouring programs stay side by side in memory."""
     s_enc, s_dec = _scales(amax, numerator)
     worst = tl.zeros((ROWS,), tl.int32)
-    for t in range(TILES):
-        row = start + t * ROWS + tl.arange(0, ROWS)
-        first, second = _load(src, row, blocks, "", ROWS)
+    if AHEAD:
+        first, second = _load(src, start, blocks, ROWS)
+    for t in range(tiles):
+        here = start + t * stride
+        if AHEAD:
+            next_first, next_second = _load(src, here + stride, tl.where(t + 1 < tiles, blocks, 0), ROWS)
+        else:
+            first, second = _load(src, here, blocks, ROWS)
         bits = _quantize_store(
-            _words(first, second, ROWS), dst, row, blocks, amax, s_enc, s_dec, numerator, recip,
-            ROWS, FP16, PTX, FOUR_OVER_SIX, FAST, FP16_DOMAIN, MSE, TE_DECODE, "",
+            _words(first, second, ROWS), dst, here, blocks, amax, s_enc, s_dec, numerator, recip,
+            ROWS, FP16, PTX, FOUR_OVER_SIX, FAST, FP16_DOMAIN, MSE, TE_DECODE, WIDE,
         )  # fmt: skip
         worst = tl.maximum(worst, bits)
-    return tl.max(worst, axis=0)
+        if AHEAD:
+            first = next_first
+            second = next_second
+    _raise_flag(flag, worst, amax, TE_DECODE, ROWS)
 
 
 @triton.jit
-def _raise_flag(flag, worst, amax, TE_DECODE: tl.constexpr):
-    bad = (worst >= 0x7F800000).to(tl.int32)
+def _raise_flag(flag, worst, amax, TE_DECODE: tl.constexpr, ROWS: tl.constexpr):
+    """Bit 0: a block holds NaN or infinity. Bit 1: `te` overflows. Lane by lane: no reduction in the usual case."""
+    tl.atomic_or(flag + tl.zeros((ROWS,), tl.int32), 1, mask=worst >= 0x7F800000, sem="relaxed")
     if TE_DECODE:
-        bad = bad | ((amax * 448.0 > FLT_MAX).to(tl.int32) << 1)
-    if bad != 0:
-        tl.atomic_or(flag, bad, sem="relaxed")
+        if amax * 448.0 > FLT_MAX:
+            tl.atomic_or(flag, 2, sem="relaxed")
+
+
+@triton.jit
+def _out_of_range(amax):
+    """True where some value of the fast 4over6 difference could leave the normal fp32 numbers."""
+    return (amax < 8.6736174e-19) | (amax > 1.1529215e18)
 
 
 @triton.jit
 def qdq_kernel(
-    base, table, chunk_weight, out, amax_bits, flag, n, chunks, numerator, recip,
+    base, table, out, amax_bits, flag, n, chunk_weight, chunks, numerator, recip,
     ROWS: tl.constexpr, TILES: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
-    FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
+    FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Quantise and dequantise; chunks run last to first, so that what an amax pass left in L2 is read first."""
+    """Quantise and dequantise; chunks run last to first, so that what an amax pass left in L2 is read first.
+
+    4over6 in the exact domain leaves weights with an extreme maximum to `extreme_kernel`.
+    """
     chunk = chunks - 1 - tl.program_id(0)
-    src_offset, dst_offset, blocks, slot, first_chunk = _entry(table, n, tl.load(chunk_weight + chunk))
+    src, dst, blocks, slot, first_chunk = _entry(table, n, tl.load(chunk_weight + chunk))
     amax = tl.load(amax_bits + slot).to(tl.float32, bitcast=True)
-    start = (chunk - first_chunk) * (ROWS * TILES)
-    src = base + src_offset * 4
-    dst = out + dst_offset * 4
     if FOUR_OVER_SIX and not FP16_DOMAIN:
-        # Inside this range no value leaves the normal numbers, so the fast difference is exact.
-        if (amax < 8.6736174e-19) | (amax > 1.1529215e18):
-            worst = _chunk(src, dst, start, blocks, amax, numerator, recip, ROWS, TILES, FP16, PTX, True, False, False, MSE, TE_DECODE)  # fmt: skip
-        else:
-            worst = _chunk(src, dst, start, blocks, amax, numerator, recip, ROWS, TILES, FP16, PTX, True, True, False, MSE, TE_DECODE)  # fmt: skip
-    else:
-        worst = _chunk(src, dst, start, blocks, amax, numerator, recip, ROWS, TILES, FP16, PTX, FOUR_OVER_SIX, True, True, MSE, TE_DECODE)  # fmt: skip
-    _raise_flag(flag, worst, amax, TE_DECODE)
+        if _out_of_range(amax):
+            return
+    start = (chunk - first_chunk) * ROWS
+    stride = tl.cdiv(tl.cdiv(blocks, ROWS), TILES) * ROWS
+    _chunk(
+        base + src * 4, out + dst * 4, start, stride, TILES, blocks, amax, numerator, recip, flag,
+        ROWS, FP16, PTX, FOUR_OVER_SIX, True, FP16_DOMAIN, MSE, TE_DECODE, WIDE, AHEAD,
+    )  # fmt: skip
+
+
+@triton.jit
+def extreme_kernel(
+    base, table, out, amax_bits, flag, n, numerator, recip,
+    ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
+):  # fmt: skip
+    """4over6, exact domain, for weights with an extreme maximum: full divisions. A few programs share all weights."""
+    for weight in range(n):
+        src, dst, blocks, slot, _first = _entry(table, n, weight)
+        amax = tl.load(amax_bits + slot).to(tl.float32, bitcast=True)
+        if _out_of_range(amax):
+            stride = tl.num_programs(0) * ROWS
+            tiles = tl.cdiv(blocks, stride).to(tl.int32)
+            _chunk(
+                base + src * 4, out + dst * 4, tl.program_id(0).to(tl.int64) * ROWS, stride, tiles, blocks, amax,
+                numerator, recip, flag, ROWS, FP16, PTX, True, False, False, MSE, TE_DECODE, False, False,
+            )  # fmt: skip
