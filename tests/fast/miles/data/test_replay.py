@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from miles.data.batch import MicroBatch, build_batch
+from miles.data.counting import count_rollouts
+from miles.data.replay import RankRecord, ReplayError, array_sha256, load_bundle, open_bundle, write_bundle
+from miles.data.sampling_mask import RolloutSamplingMask
+from miles.data.schedule import ScheduleConfig, build_dp_schedule
+
+
+@pytest.fixture
+def bundle(make_sample, tmp_path):
+    samples = [
+        make_sample(
+            4,
+            rollout_log_probs=np.linspace(-1, -0.1, 4, dtype=np.float32),
+            sampling_mask=RolloutSamplingMask.from_rows([[5, 1], [6], [7, 2], [8]], vocab_size=16),
+        )
+        for _ in range(5)
+    ]
+    counted = count_rollouts(samples)
+    plan = build_dp_schedule([7] * 5, range(5), ScheduleConfig(data_parallel=2, max_tokens_per_gpu=14))
+    batch = build_batch(samples, plan.steps[0], counted, use_support=True, pad_multiple=4)
+    records = {
+        rank: RankRecord(
+            batch.for_rank(rank),
+            rng={"torch": np.arange(16, dtype=np.uint8)},
+            sha256_before={"w": array_sha256(np.ones(3))},
+            sha256_after={"w": array_sha256(np.zeros(3))},
+            results={"train/loss": 0.1 + 0.2, "train/grad_norm": 1e-30},
+        )
+        for rank in (0, 1)
+    }
+    folder = write_bundle(tmp_path, 12, {"seed": 3, "weight_version": 12}, records)
+    return folder, records
+
+
+def test_replay_bit_equal_and_tamper_refused(bundle):
+    folder, records = bundle
+    loaded = load_bundle(folder)
+    assert loaded.manifest == {"schema": 1, "step": 12, "seed": 3, "weight_version": 12}
+    for rank, record in records.items():
+        again = loaded.ranks[rank]
+        assert again.results == record.results
+        assert again.sha256_before == record.sha256_before
+        assert again.batch.denominators == record.batch.denominators
+        np.testing.assert_array_equal(again.rng["torch"], record.rng["torch"])
+        for mine, theirs in zip(again.batch.micro_batches, record.batch.micro_batches, strict=True):
+            for item in fields(MicroBatch):
+                left, right = getattr(mine, item.name), getattr(theirs, item.name)
+                if isinstance(right, np.ndarray):
+                    assert left.dtype == right.dtype
+                    assert left.tobytes() == right.tobytes(), item.name
+                else:
+                    assert left == right, item.name
+    for path in [*sorted(folder.glob("*.safetensors")), folder / "manifest.json", folder / "rank_1.json"]:
+        original = path.read_bytes()
+        flipped = bytearray(original)
+        flipped[len(flipped) // 2] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(ReplayError, match=f"{path.name}: content changed"):
+            load_bundle(folder)
+        path.write_bytes(original)
+    load_bundle(folder)
+
+
+def test_a_bundle_without_its_marker_or_a_file_is_refused(bundle):
+    folder, _ = bundle
+    (folder / "rank_1.safetensors").rename(folder / "elsewhere")
+    with pytest.raises(ReplayError, match=r"rank_1\.safetensors: missing"):
+        load_bundle(folder)
+    (folder / "COMPLETE").unlink()
+    with pytest.raises(ReplayError, match="never finished"):
+        load_bundle(folder)
+
+
+def test_a_bundle_of_another_schema_is_refused(bundle):
+    folder, _ = bundle
+    marker = json.loads((folder / "COMPLETE").read_text())
+    (folder / "COMPLETE").write_text(json.dumps({**marker, "schema": 9}))
+    with pytest.raises(ReplayError, match="schema 9, this program reads 1"):
+        load_bundle(folder)
+
+
+def test_an_unfinished_bundle_is_replaced(tmp_path):
+    first = open_bundle(tmp_path, 1)
+    (first / "leftover").touch()
+    assert list(open_bundle(tmp_path, 1).iterdir()) == []
+
+
+def test_the_hash_tells_dtype_and_shape_apart():
+    zeros = np.zeros(4, dtype=np.float32)
+    hashes = {array_sha256(zeros), array_sha256(zeros.reshape(2, 2)), array_sha256(zeros.astype(np.int32))}
+    assert len(hashes) == 3
