@@ -183,7 +183,7 @@ class Notification(Entry):
 class Fleet(Entry):
     """The whole registry."""
 
-    version: Literal[1]
+    version: int = Field(ge=1, le=1)
     hardware: dict[Name, Hardware] = Field(min_length=1)
     pools: dict[Name, Pool] = {}
     suites: dict[Name, Suite] = Field(min_length=1)
