@@ -41,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-empty", action="store_true", help="no test to run is no error")
     parser.add_argument("--results", metavar="DIR", help="where results go (default: MILES_CI_RESULTS_DIR or results)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="xdist workers of a CPU suite (default: 2)")
+    parser.add_argument(
+        "--wait-memory",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="how long to wait for a device to be empty before its test is an infra failure (default: 120)",
+    )
     parser.add_argument("--quiet", action="store_true", help="show the logs of failing tests only")
     add_selection(parser)
 
@@ -163,6 +170,7 @@ def _job(
         lock_dir=Path(read("MILES_CI_LOCK_DIR") or DEFAULT_FOLDER),
         timeout_s=float(shard.timeout_s),
         workers=args.workers,
+        wait_memory_s=args.wait_memory,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +21,15 @@ class SqliteStore(SqlStore):
 
     def __init__(self, path: str | Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
         self._path = str(path)
+        self._lock = threading.RLock()
         if self._path in ("", ":memory:"):
             raise StoreError("history store: SQLite needs the path of a file, e.g. sqlite:results/history.db")
         try:
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(self._path, timeout=busy_timeout_s, isolation_level=None)
+            # Tests of one shard end in several threads; the lock below serialises them.
+            self._connection = sqlite3.connect(
+                self._path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
+            )
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=NORMAL")
         except (OSError, sqlite3.Error) as error:
@@ -58,20 +63,22 @@ class SqliteStore(SqlStore):
 
     @contextmanager
     def _transaction(self, doing: str) -> Iterator[None]:
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
+        with self._lock:
             try:
-                yield
-            except BaseException:
-                self._connection.execute("ROLLBACK")
-                raise
-            self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise self._failed(doing, error) from error
+                self._connection.execute("BEGIN IMMEDIATE")
+                try:
+                    yield
+                except BaseException:
+                    self._connection.execute("ROLLBACK")
+                    raise
+                self._connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise self._failed(doing, error) from error
 
     def _rows(self, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         try:
-            return self._connection.execute(sql, tuple(parameters)).fetchall()
+            with self._lock:
+                return self._connection.execute(sql, tuple(parameters)).fetchall()
         except sqlite3.Error as error:
             raise self._failed("read", error) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ class GateKeeper:
         self._info = info
         self._open = open_store
         self._store: HistoryStore | None = None
+        self._lock = threading.Lock()
         self._writer = Writer(info.event, info.ref, default_branch, info.cadence, info.run_attempt)
 
     def judge(self, unit: RunUnit, metrics: Path, *, outcome: str, attempts: int) -> list[GateRecord]:
@@ -104,9 +106,10 @@ class GateKeeper:
     def _opened(self) -> HistoryStore:
         if self._open is None:
             raise StoreError("MILES_CI_HISTORY_URL is not set; set it to sqlite:PATH or postgresql://…")
-        if self._store is None:
-            self._store = self._open()
-        return self._store
+        with self._lock:
+            if self._store is None:
+                self._store = self._open()
+            return self._store
 
     def _identity(self, unit: RunUnit, spec: GateSpec) -> MetricIdentity:
         info = self._info

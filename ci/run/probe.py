@@ -16,6 +16,8 @@ import sys
 from typing import Any, Protocol
 
 BLOCK_BYTES = 256 << 20
+CHUNK_BYTES = 16 << 20
+PAGE_BYTES = 4096
 
 
 class DriverError(Exception):
@@ -196,25 +198,39 @@ class HipDriver(_Library):
         self.call("hipMemcpyPeer", ctypes.c_void_p(to), target, ctypes.c_void_p(address), source, ctypes.c_size_t(size))
 
 
-def pattern(device: int, size: int) -> bytes:
-    """Bytes that differ from block to block and from device to device, so that swapped or stale memory shows."""
-    block = bytes((index * 167 + 13) & 0xFF for index in range(1 << 12))
-    unit = b"".join(block[8:] + (device << 32 | number).to_bytes(8, "little") for number in range(256))
-    repeated = unit * (size // len(unit) + 1)
-    return repeated[:size]
+def pattern(device: int, chunk: int, size: int = CHUNK_BYTES) -> bytes:
+    """Bytes that differ from page to page and from device to device, so that swapped or stale memory shows."""
+    body = bytes((index * 167 + 13) & 0xFF for index in range(PAGE_BYTES - 8))
+    pages = -(-size // PAGE_BYTES)
+    whole = b"".join(body + (device << 48 | chunk << 24 | page).to_bytes(8, "little") for page in range(pages))
+    return whole[:size]
+
+
+def _chunks(size: int) -> list[tuple[int, int, int]]:
+    """(number, offset, length) of the pieces in which a block is written and read."""
+    return [
+        (number, offset, min(CHUNK_BYTES, size - offset)) for number, offset in enumerate(range(0, size, CHUNK_BYTES))
+    ]
 
 
 def check_device(driver: Driver, device: int, size: int) -> int:
     """Context, allocation, write, read back, compare; returns the address, still allocated and filled."""
     driver.open(device)
     address = driver.allocate(size)
-    written = pattern(device, size)
-    driver.write(address, written)
-    back = driver.read(address, size)
-    if back != written:
-        place = next(index for index in range(size) if back[index] != written[index])
-        raise DriverError("read back", -2, f"byte {place} of {size} is {back[place]}, written was {written[place]}")
+    for number, offset, length in _chunks(size):
+        driver.write(address + offset, pattern(device, number, length))
+    compare(driver, address, device, size, "read back")
     return address
+
+
+def compare(driver: Driver, address: int, device: int, size: int, doing: str) -> None:
+    """Does the memory hold the pattern of `device`?"""
+    for number, offset, length in _chunks(size):
+        written, back = pattern(device, number, length), driver.read(address + offset, length)
+        if back != written:
+            place = next(index for index in range(length) if back[index] != written[index])
+            text = f"byte {offset + place} of {size} is {back[place]}, written was {written[place]}"
+            raise DriverError(doing, -2, text)
 
 
 def health(driver: Driver, size: int = BLOCK_BYTES) -> dict[str, Any]:
@@ -240,8 +256,7 @@ def health(driver: Driver, size: int = BLOCK_BYTES) -> dict[str, Any]:
         try:
             driver.open(target)
             driver.copy_peer(target, addresses[target], source, addresses[source], size)
-            if driver.read(addresses[target], size) != pattern(source, size):
-                raise DriverError("peer copy", -2, "the target does not hold what the source sent")
+            compare(driver, addresses[target], source, size, "peer copy")
         except DriverError as error:
             return {"ok": False, "code": error.code, "error": f"peer {source} -> {target}: {error}", "devices": devices}
         peers += 1

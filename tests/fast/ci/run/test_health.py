@@ -85,10 +85,12 @@ def test_count_follows_the_visibility_variables(stub_env):
     assert probe_child.visible_count("rocm", environ={**env, "HIP_VISIBLE_DEVICES": "3"}) == 1
 
 
-def test_pattern_differs_between_blocks_and_devices():
-    first = probe.pattern(0, 1 << 16)
-    assert first[: 1 << 12] != first[1 << 12 : 2 << 12]
-    assert first != probe.pattern(1, 1 << 16)
+def test_pattern_differs_between_pages_chunks_and_devices():
+    first = probe.pattern(0, 0, 8192)
+    assert first[:4096] != first[4096:]
+    assert first != probe.pattern(0, 1, 8192)
+    assert first != probe.pattern(1, 0, 8192)
+    assert len(probe.pattern(0, 0, 5000)) == 5000
 
 
 def test_occupancy_names_device_memory_and_user(stub_env):
