@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ci.bot.github import SUMMARY_LIMIT
-from ci.bot.strict_json import loads
 from ci.errors import UsageError
+from ci.report.strict_json import loads
 
 
 def event(environ: Mapping[str, str] | None = None) -> dict[str, Any]:

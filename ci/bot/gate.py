@@ -88,10 +88,18 @@ def find_plan(folder: Path) -> Plan | None:
         return None
 
 
-def merged_results(plan: Plan, folder: Path, needs: Mapping[str, str], suites: Sequence[str]) -> Merged:
-    """Merge what the shards uploaded; a stage that did not start is skipped with its result as the reason."""
+def merged_results(
+    plan: Plan, folder: Path, needs: Mapping[str, str], suites: Sequence[str], disabled: Mapping[str, str]
+) -> Merged:
+    """Merge what the shards uploaded; a stage that did not start is listed with the reason."""
     files = sorted(folder.rglob(RESULTS_NAME)) if folder.is_dir() else []
-    skipped = {suite: f"job {needs.get(suite, 'missing')}" for suite in suites if needs.get(suite) == "skipped"}
+    skipped = {
+        suite: disabled.get(suite)
+        or (plan.suite(suite).reason if not plan.shards_of(suite) else None)
+        or "its job was skipped"
+        for suite in suites
+        if needs.get(suite) == "skipped"
+    }
     return merge(plan, [read_results(file) for file in files], skipped=skipped, suites=list(suites))
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from ci.bot.budget import Budget
-from ci.bot.strict_json import loads
 from ci.bot.transport import MAX_BODY, Reply, Transport, TransportError
 from ci.errors import CiError, ExitCode, UsageError
+from ci.report.strict_json import loads
 
 API_VERSION = "2022-11-28"
 MAX_ATTEMPTS = 5

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ci.bot.strict_json import StrictJsonError, loads
+from ci.report.strict_json import StrictJsonError, loads
 
 VERSION = 1
 TERMINAL = ("passed", "failed", "cancelled", "lost")

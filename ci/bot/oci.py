@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
-from ci.bot.strict_json import loads
 from ci.bot.transport import Reply, Transport
 from ci.errors import CiError, ExitCode, UsageError
+from ci.report.strict_json import loads
 
 _REFERENCE = re.compile(
     r"(?:(?P<host>[A-Za-z0-9.-]+\.[A-Za-z0-9.-]+(?::\d+)?|localhost(?::\d+)?|127\.0\.0\.1:\d+)/)?"

@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, name: str) -> tuple:
     from ci.fleet import Fleet
     from ci.workflows import images
-    from ci.workflows.oci import Registry
+    from ci.bot.oci import Registry
 
     made = images.recipe(Fleet.load(args.root / "registry.yaml", shown_as="registry.yaml"), args.root, name)
     registry = Registry(os.environ.get("GITHUB_TOKEN", ""))
@@ -134,7 +134,7 @@ def _patches(args: argparse.Namespace) -> int:
 
 
 def _dependencies(args: argparse.Namespace) -> int:
-    from ci.workflows.dependencies import load_dependencies, perform
+    from ci.bot.dependencies import load_dependencies, perform
 
     commits = {"sglang": os.environ.get("SGLANG_SHA", ""), "megatron": os.environ.get("MEGATRON_SHA", "")}
     for line in perform(args.step, load_dependencies(args.root), commits):

@@ -106,6 +106,8 @@ def _legs(backend: str) -> dict[str, Any]:
         needs=["resolve"],
         condition=both("!cancelled()", succeeded("resolve"), f"needs.resolve.outputs.count_{backend} != '0'"),
         matrix=f"${{{{ fromJSON(needs.resolve.outputs.matrix_{backend}) }}}}",
+        # The report finds the job of a suite by this name.
+        name="rerun ${{ matrix.suite }}",
     )
 
 
@@ -133,7 +135,7 @@ def rerun_test() -> dict[str, Any]:
                 step_id="resolve",
             ),
         ],
-        permissions=READ | {"packages": "read", "pull-requests": "read"},
+        permissions=READ | {"checks": "read", "packages": "read", "pull-requests": "read"},
         needs=["announce"],
         condition="!cancelled()",
         outputs=outputs_of(

@@ -85,7 +85,7 @@ def _plan_job(fleet: Fleet, suites: list[str], *, needs: tuple[str, ...] = (), r
         )
     steps += [
         run("Plan", script, env=env | {"GITHUB_TOKEN": "${{ github.token }}"}, step_id="plan"),
-        upload("plan", "plan.json", when=None),
+        upload("plan-rocm" if rocm else "plan", "plan.json", when=None),
     ]
     return job(
         steps=steps,
@@ -104,7 +104,8 @@ def _deps_job(base: str, needs: list[str], image: str, env: dict[str, str], ref:
         run(
             "Resolve directives and the image key",
             script,
-            env=env | {"GITHUB_TOKEN": "${{ github.token }}", "IMAGE": image},
+            env=env
+            | {"CADENCE": "${{ inputs.cadence || 'regular' }}", "GITHUB_TOKEN": "${{ github.token }}", "IMAGE": image},
             step_id="deps",
         )
     )
@@ -170,6 +171,7 @@ def _stage(fleet: Fleet, suite: str, *, ref: str, before: tuple[str, ...] = ()) 
     if gpu:
         given |= {
             "image": "${{ needs.resolve-image.outputs.image }}",
+            **({"plan": "plan-rocm"} if spec.backend == "rocm" else {}),
             "megatron_sha": "${{ needs.resolve-deps.outputs.megatron_sha }}",
             "runs_on": "${{ toJSON(matrix.runs_on) }}",
             "sglang_sha": "${{ needs.resolve-deps.outputs.sglang_sha }}",
@@ -181,10 +183,12 @@ def _stage(fleet: Fleet, suite: str, *, ref: str, before: tuple[str, ...] = ()) 
         needs=needs,
         condition=condition,
         matrix=f"${{{{ fromJSON(needs.plan.outputs.matrix-{suite}) }}}}",
+        # The cards read suite and shard back from this name.
+        name=f"{suite} (${{{{ matrix.shard }}}}/${{{{ matrix.shards }}}})",
     )
 
 
-def _gate_job(needs: list[str], suites: list[str]) -> dict[str, Any]:
+def _gate_job(needs: list[str], suites: list[str], lane: str = "") -> dict[str, Any]:
     script = 'python -m ci bot gate --suites "$SUITES" --plan plan --results results --output merged'
     env = {
         "CANCELLED": "${{ steps.cancelled.outputs.value }}",
@@ -197,10 +201,10 @@ def _gate_job(needs: list[str], suites: list[str]) -> dict[str, Any]:
         setup_python(),
         install_ci(),
         # By pattern: an absent plan is the gate's verdict to give, not a failed download.
-        download(pattern="plan", path="plan"),
+        download(pattern=f"plan{lane}", path="plan"),
         download(pattern="results-*", path="results"),
         run("Judge", script, env=env, step_id="gate"),
-        upload("merged", "merged", missing="warn"),
+        upload(f"merged{lane}", "merged", missing="warn"),
     ]
     steps = [step if "if" in step else {"name": step["name"], "if": "always()", **step} for step in steps]
     return job(steps=steps, permissions=READ, needs=needs, condition="always()", minutes=15)
@@ -297,15 +301,18 @@ def pr_test_rocm(fleet: Fleet) -> dict[str, Any]:
     base = both(ALIVE, succeeded("authorise"), succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'")
     jobs |= _image_jobs(base, ["authorise", "plan"], default_image(fleet, "rocm"), env, "", build=False)
     jobs |= {suite: _stage(fleet, suite, ref=ref, before=("authorise",)) for suite in rocm}
-    jobs["ci-gate"] = _gate_job(list(jobs), rocm)
+    jobs["ci-gate"] = _gate_job(list(jobs), rocm, "-rocm")
     return {
         "name": "PR Test (ROCm)",
+        # The commit in the name is how a dispatched run is found again; the request id proves the dispatch.
+        "run-name": "ROCm ${{ inputs.head_sha || github.event.pull_request.head.sha || github.sha }} [${{ inputs.request_id }}]",
         "on": {
             "pull_request_target": {"types": ["opened", "synchronize", "reopened", "labeled"]},
             "workflow_dispatch": {
                 "inputs": {
                     "head_sha": {"description": "Approved commit, 40 hex digits", "type": "string", "required": True},
                     "pull_number": {"description": "Pull request", "type": "string", "required": True},
+                    "request_id": {"description": "32 hex digits", "type": "string", "required": True},
                 }
             },
             "workflow_call": {"inputs": CALL_INPUTS},

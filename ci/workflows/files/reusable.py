@@ -15,6 +15,7 @@ _COMMON: dict[str, Any] = {
     "artifact": {"description": "Suffix of the result artifact's name", "type": "string", "required": True},
     "file": {"description": "Run this one test file instead of a shard", **_TEXT},
     "node": {"description": "With file: run this one test", **_TEXT},
+    "plan": {"description": "Artifact that holds plan.json", "type": "string", "required": False, "default": "plan"},
     "plan_digest": {"description": "Digest of the uploaded plan; required for a shard", **_TEXT},
     "ref": {"description": "Commit to test, 40 hex digits", "type": "string", "required": True},
     "shard": {"description": "i/n, counted from 1", **_TEXT},
@@ -51,7 +52,7 @@ def _run_suite(env: dict[str, str] | None = None) -> Step:
 
 
 def _plan() -> Step:
-    return download(name="plan", path="plan", when="inputs.file == ''")
+    return download(name="${{ inputs.plan }}", path="plan", when="inputs.file == ''")
 
 
 def _results() -> Step:
