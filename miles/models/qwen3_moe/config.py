@@ -35,7 +35,6 @@ def to_mcore(hf: Mapping[str, Any], *, rope_kind: str | None = None, where: str 
             "moe_router_topk": chosen,
             "moe_ffn_hidden_size": values.integer("moe_intermediate_size"),
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": False,
             # Softmax over the chosen logits equals normalising the chosen probabilities.
             "moe_router_pre_softmax": not values.boolean("norm_topk_prob"),

@@ -12,7 +12,7 @@ from miles.models.family import FamilyConfig
 from miles.models.weightmap import global_name
 from miles.train.config import ParallelConfig, TrainConfig
 from miles.train.megatron.mesh import Mesh
-from miles.train.megatron.platform import Platform
+from miles.train.megatron.platform import Platform, building
 from miles.train.megatron.rotary import Rotary, check_inv_freq, set_cos_sin_scale
 from miles.train.megatron.spec import SpecChoice, block_spec
 from miles.train.megatron.value_head import ValueHead
@@ -88,6 +88,8 @@ def core_config(model: FamilyConfig, train: TrainConfig) -> Any:
         sequence_parallel=parallel.sp,
         variable_seq_lengths=parallel.pp > 1,
         batch_p2p_sync=False,
+        # Checked even for dense models when micro-batches differ in length.
+        moe_token_dispatcher_type="alltoall",
         # Gradients are summed, never averaged: the loss already carries its denominators.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=False,
@@ -120,7 +122,8 @@ def build_chunks(
     """
     config = core_config(model, train)
     stages: list[int | None] = list(range(train.parallel.vpp)) if train.parallel.vpp else [None]
-    return [_build_chunk(config, model, train, mesh, platform, choice, stage, head, install) for stage in stages]
+    with building(platform):
+        return [_build_chunk(config, model, train, mesh, platform, choice, stage, head, install) for stage in stages]
 
 
 def _build_chunk(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -46,6 +48,13 @@ CPU_SYMBOLS = (
         ("0.16.1",),
     ),
     Symbol("torch.cuda.current_device", "parameters and buffers are created on 'the current device'", ("0.16.1",)),
+    Symbol("torch.cuda.synchronize", "pipeline stages wait for the device after exchanging shapes", ("0.16.1",)),
+    Symbol("schedules.torch", "pipeline schedules create a token counter on device 'cuda'", ("0.16.1",)),
+    Symbol(
+        "torch.Tensor.cuda",
+        "only while a model is built: a tied embedding is moved to 'cuda' before its stages agree on it",
+        ("0.16.1",),
+    ),
     Symbol(
         "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
         "a CUDA stream is created when the first dispatcher is built",
@@ -101,8 +110,11 @@ def apply_cpu_shim() -> tuple[Symbol, ...]:
         import_core_for_cpu()
         cpu = torch.device("cpu")
         _replace(torch.cuda, "current_device", lambda: cpu)
+        _replace(torch.cuda, "synchronize", lambda device=None: None)
+        from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
+        _replace(schedules, "torch", _TorchOnCpu())
         _replace(Dispatcher, "cuda_dtoh_stream", _NoStream())
         _replace(Dispatcher, "_maybe_dtoh_and_synchronize", _splits_as_numpy)
         _applied = True
@@ -138,6 +150,31 @@ def import_core_for_cpu() -> None:
         import megatron.core.models.gpt  # noqa: F401
     finally:
         torch.compile = compile_
+
+
+@contextmanager
+def building(platform: Platform) -> Iterator[None]:
+    """Wrap the construction of a model: on a CPU, tensors that ask to move to 'cuda' stay where they are."""
+    if not platform.is_cpu:
+        yield
+        return
+    original = torch.Tensor.cuda
+    _replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
+    try:
+        yield
+    finally:
+        torch.Tensor.cuda = original  # type: ignore[method-assign]
+
+
+class _TorchOnCpu:
+    """`torch` as megatron-core's schedules see it: their counters on device 'cuda' go to the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        return torch.zeros(*size, device="cpu" if device == "cuda" else device, **options)
 
 
 class _NoStream:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 MESHES = {
@@ -9,6 +11,13 @@ MESHES = {
     "tp2_sp": {"tp": 2, "sp": True},
     "dp2": {"dp": 2},
     "tp2_dp2": {"tp": 2, "dp": 2},
+    "pp2": {"pp": 2},
+    "pp2_vpp2": {"pp": 2, "vpp": 2},
+    "pp2_uneven": {"pp": 2, "last_pp_layers": 1},
+    "tp2_pp2": {"tp": 2, "pp": 2},
+    "cp2": {"cp": 2},
+    "cp2_contiguous": {"cp": 2, "cp_layout": "contiguous"},
+    "tp2_sp_cp2": {"tp": 2, "sp": True, "cp": 2},
 }
 MOE_MESHES = {
     "dp2": {"dp": 2},
@@ -30,7 +39,8 @@ def gradients(toolbox, model_dir, layout, steps=2, tokens=8192, **parallel):
             toolbox.samples(ragged=True, response=6, off_policy=True),
             dp=parallel.get("dp", 1),
             layout=layout,
-            tokens=tokens,
+            # Two micro-batches at least, so that a pipeline is more than one step deep.
+            tokens=min(tokens, 80) if parallel.get("pp") else tokens,
             multiple=multiple,
         )
         mine = batch.for_rank(backend.parallel_layout.dp_rank)
@@ -64,7 +74,7 @@ def check_equal(got, expected):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradient_equals_the_single_process_gradient(mesh, ranks, toolbox, model_dir, single):
     parallel = MESHES[mesh]
-    world = parallel.get("tp", 1) * parallel.get("dp", 1)
+    world = math.prod(parallel.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
     results = ranks(gradients(toolbox, model_dir, "bshd", **parallel), world)
     check_equal(results[0], single)
     assert abs(results[0][1][0]["train/loss"]) > 0.01, "a loss near zero would prove nothing"
