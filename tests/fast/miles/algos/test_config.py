@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfig, RejectConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "dual_clip"}, "dual_clip_c is None; loss dual_clip needs a value above 1"),
+        ({"loss": "dual_clip", "dual_clip_c": 1.0}, "dual_clip_c is 1.0"),
+        ({"dual_clip_c": 3.0}, "no effect with loss ppo_clip"),
+        ({"reduction": "fixed"}, "set algo.fixed_length"),
+        ({"fixed_length": 8}, "no effect with reduction rollout_mean"),
+        ({"eps_clip": 1.0}, "1 - eps_clip must stay above 0"),
+        ({"kl": KLConfig(where="reward", coef=0.1)}, "grpo has one reward per rollout"),
+        ({"loss": "sft", "opsm": OPSMConfig(delta=0.1)}, "sft uses no advantages"),
+        ({"los": "ppo_clip"}, "los"),
+        ({"eps_clip": "0.2"}, "eps_clip"),
+    ],
+)
+def test_options_without_a_meaning_are_refused_with_the_remedy(options, message):
+    with pytest.raises(ValidationError, match=message):
+        AlgoConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"where": "reward", "estimator": "support_exact", "coef": 0.1}, "support_exact is a loss term"),
+        ({"where": "reward", "coef": 0.1, "unbiased": True}, "unbiased applies to the loss form"),
+        ({"where": "loss", "estimator": "k2"}, "coef is 0"),
+    ],
+)
+def test_kl_options_without_a_meaning_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        KLConfig(**options)
+
+
+def test_defaults_resolve():
+    config = AlgoConfig(eps_clip_high=0.28)
+    assert (AlgoConfig().clip_high, config.clip_high) == (0.2, 0.28)
+    assert RejectConfig(hi=4.0).low == CorrectionConfig(hi=4.0).low == 0.25
+    assert not AlgoConfig().needs_rollout_log_probs
+    assert AlgoConfig(correction=CorrectionConfig(bypass=True)).needs_rollout_log_probs
+    assert AlgoConfig(advantage="gae").needs_values
+    assert AlgoConfig(kl=KLConfig(where="loss", estimator="k2", coef=0.1)).needs_reference
+    assert AlgoConfig(opd_coef=1.0).needs_teacher
