@@ -51,7 +51,7 @@ class TrainWorker:
         layout = self._backend.parallel_layout
         return {
             "extra": None if resumed is None else resumed.extra,
-            "notes": [] if resumed is None else [f"{s.path.name}: {s.reason}" for s in resumed.skipped],
+            "notes": [] if resumed is None else [f"{s.name}: {s.reason}" for s in resumed.skipped],
             "dp_rank": layout.dp_rank,
         }
 

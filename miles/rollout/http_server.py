@@ -10,7 +10,8 @@ from miles.rollout.errors import PortError
 def listen(host: str, port: int, *, option: str) -> socket.socket:
     """A listening socket; port 0 takes a free one. `PortError` names the `option` that chose the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named because asyncio turns Nagle's delay off only on sockets that say they are TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
