@@ -46,9 +46,10 @@ def quantize_kernel(src, codes, scales, amax_bits, slot, blocks, numerator, ROWS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first, second = kernel._load(src, tl.program_id(0).to(tl.int64) * ROWS, blocks, ROWS)
     x = kernel._words(first, second, ROWS)
+    m = kernel._row_magnitudes(x, False)
     amax = tl.load(amax_bits + slot).to(tl.float32, bitcast=True)
     s_enc, s_dec = kernel._scales(amax, numerator)
-    q, scale = kernel._quantize_standard(x, kernel._abs_max(x, False).to(tl.float32, bitcast=True), s_enc, s_dec, False)
+    q, scale = kernel._quantize_standard(m, kernel._max_bits(m).to(tl.float32, bitcast=True), s_enc, s_dec, True)
     words = ()
     for half in tl.static_range(2):
         packed = row * 0

@@ -187,16 +187,16 @@ def qdq_nvfp4(
     )
     fixed = {
         "ROWS": launch.rows, "FP16": dtype == torch.float16, "PTX": device.type == "cuda" and torch.version.hip is None,
-        "MSE": config.error_mode is ErrorMode.MSE, "TE_DECODE": config.decode == "te",
+        "FP16_DOMAIN": config.error_use_fast_math, "MSE": config.error_mode is ErrorMode.MSE, "TE_DECODE": config.decode == "te",
         "num_warps": launch.warps, "enable_fp_fusion": False,
     }  # fmt: skip
     with on_device(device):
         kernel.qdq_kernel[(table.chunks,)](
             *pointers, table.chunk_weight, table.chunks, numerator, 1.0 / numerator,
-            TILES=launch.tiles, FOUR_OVER_SIX=config.use_4over6, FP16_DOMAIN=config.error_use_fast_math,
+            TILES=launch.tiles, FOUR_OVER_SIX=config.use_4over6,
             WIDE=launch.wide, AHEAD=launch.ahead, **fixed,
         )  # fmt: skip
-        if config.use_4over6 and not config.error_use_fast_math:
+        if config.use_4over6:
             programs = 1 if _interpreted() else EXTREME_PROGRAMS
             kernel.extreme_kernel[(programs,)](*pointers, numerator, 1.0 / numerator, **fixed)
     return [part.view(w.shape) for part, w in zip(flat.split([w.numel() for w in weights]), weights, strict=True)]

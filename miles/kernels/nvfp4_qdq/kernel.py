@@ -31,8 +31,8 @@ def _round_mantissa(m, BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
 
 @triton.jit
 def _e2m1(x, inv):
-    """|x| * inv rounded to an E2M1 magnitude 0..6, as fp32."""
-    return _round_mantissa(tl.minimum(tl.abs(x * inv), 6.0), 1, 0)
+    """x * inv (x >= 0) rounded to an E2M1 magnitude 0..6, as fp32."""
+    return _round_mantissa(tl.minimum(x * inv, 6.0), 1, 0)
 
 
 @triton.jit
@@ -42,13 +42,20 @@ def _e4m3(s):
 
 
 @triton.jit
-def _inverse(scale, s_dec):
-    return tl.minimum(tl.div_rn(1.0, scale * s_dec), FLT_MAX)
+def _inverse(scale, s_dec, PTX: tl.constexpr):
+    """1 / (scale * S_dec), rounded to nearest, infinity limited to FLT_MAX."""
+    product = scale * s_dec
+    if PTX:
+        inverse = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [product], tl.float32, True, 1)
+    else:
+        inverse = tl.div_rn(1.0, product)
+    return tl.minimum(inverse, FLT_MAX)
 
 
 @triton.jit
-def _unpack(word, FP16: tl.constexpr):
-    """One 32-bit word -> its (low, high) elements as fp32."""
+def _magnitudes(word, FP16: tl.constexpr):
+    """One 32-bit word -> the magnitudes of its (low, high) elements as fp32."""
+    word = word & 0x7FFF7FFF
     if FP16:
         low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -133,22 +140,23 @@ def _words(first, second, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _abs_max(x, FP16: tl.constexpr):
-    """Max abs of a tuple of words per row, as the bits of an fp32 (NaN and infinity are the largest)."""
-    if FP16:
-        low, high = _unpack(x[0], FP16)
-        best = tl.maximum(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, high.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        for i in tl.static_range(1, 8):
-            low, high = _unpack(x[i], FP16)
-            best = tl.maximum(best, low.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-            best = tl.maximum(best, high.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    else:
-        low = x[0] & 0x7FFF
-        best = x[0] & 0x7FFF0000
-        for i in tl.static_range(1, 8):
-            low = tl.maximum(low, x[i] & 0x7FFF)
-            best = tl.maximum(best, x[i] & 0x7FFF0000)
-        best = tl.maximum(best, low << 16)
+def _row_magnitudes(x, FP16: tl.constexpr):
+    """Eight words -> 16 magnitudes."""
+    m = ()
+    for i in tl.static_range(8):
+        low, high = _magnitudes(x[i], FP16)
+        m = m + (low, high)
+    return m
+
+
+@triton.jit
+def _max_bits(m):
+    """Largest of 16 magnitudes per row, as the bits of an fp32 (NaN and infinity are the largest)."""
+    best = tl.maximum(m[0].to(tl.int32, bitcast=True), m[1].to(tl.int32, bitcast=True))
+    for i in tl.static_range(1, 8):
+        best = tl.maximum(
+            tl.maximum(best, m[2 * i].to(tl.int32, bitcast=True)), m[2 * i + 1].to(tl.int32, bitcast=True)
+        )
     return best
 
 
@@ -184,15 +192,18 @@ def _error(d, MSE: tl.constexpr):
 
 @triton.jit
 def _quantize_4over6(
-    x, a, amax, s_enc, s_dec, numerator, recip,
-    FP16: tl.constexpr, FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr,
+    m, a, amax, s_enc, s_dec, numerator, recip,
+    PTX: tl.constexpr, FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr,
 ):  # fmt: skip
     """E2M1 magnitudes (16 fp32) and block scale of the candidate with the smaller error; ties keep the map to 6."""
-    s6 = tl.div_rn(a, 6.0) * s_enc
+    if FAST:
+        s6 = _divide(a, 6.0, ONE_SIXTH) * s_enc
+    else:
+        s6 = tl.div_rn(a, 6.0) * s_enc
     scale6 = _e4m3(s6)
     scale4 = _e4m3(s6 * 1.5)
-    inv6 = _inverse(scale6, s_dec)
-    inv4 = _inverse(scale4, s_dec)
+    inv6 = _inverse(scale6, s_dec, PTX)
+    inv4 = _inverse(scale4, s_dec, PTX)
     one6 = _divide(scale6 * amax, numerator, recip)
     one4 = _divide(scale4 * amax, numerator, recip)
     half6 = _divide((1.5 * scale6) * amax, numerator, recip)
@@ -201,17 +212,14 @@ def _quantize_4over6(
     error4 = a * 0.0
     q6 = ()
     q4 = ()
-    for i in tl.static_range(8):
-        halves = _unpack(x[i], FP16)
-        for h in tl.static_range(2):
-            v = tl.abs(halves[h])
-            vs = v * s_enc
-            r6 = _e2m1(v, inv6)
-            r4 = _e2m1(v, inv4)
-            error6 += _error(_difference(r6, scale6, one6, half6, v, vs, amax, numerator, FAST, FP16_DOMAIN), MSE)
-            error4 += _error(_difference(r4, scale4, one4, half4, v, vs, amax, numerator, FAST, FP16_DOMAIN), MSE)
-            q6 = q6 + (r6,)
-            q4 = q4 + (r4,)
+    for i in tl.static_range(16):
+        xs = m[i] * s_enc
+        r6 = _e2m1(m[i], inv6)
+        r4 = _e2m1(m[i], inv4)
+        error6 += _error(_difference(r6, scale6, one6, half6, m[i], xs, amax, numerator, FAST, FP16_DOMAIN), MSE)
+        error4 += _error(_difference(r4, scale4, one4, half4, m[i], xs, amax, numerator, FAST, FP16_DOMAIN), MSE)
+        q6 = q6 + (r6,)
+        q4 = q4 + (r4,)
     four = error4 < error6
     q = ()
     for i in tl.static_range(16):
@@ -220,14 +228,13 @@ def _quantize_4over6(
 
 
 @triton.jit
-def _quantize_standard(x, a, s_enc, s_dec, FP16: tl.constexpr):
+def _quantize_standard(m, a, s_enc, s_dec, PTX: tl.constexpr):
     """E2M1 magnitudes (16 fp32) and block scale (fp32 value of an E4M3)."""
     scale = _e4m3(a * (s_enc * ONE_SIXTH))
-    inv = _inverse(scale, s_dec)
+    inv = _inverse(scale, s_dec, PTX)
     q = ()
-    for i in tl.static_range(8):
-        low, high = _unpack(x[i], FP16)
-        q = q + (_e2m1(low, inv), _e2m1(high, inv))
+    for i in tl.static_range(16):
+        q = q + (_e2m1(m[i], inv),)
     return q, scale
 
 
@@ -239,12 +246,13 @@ def _quantize_store(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise, dequantise and store ROWS blocks given as eight words; returns the bits of each block's max abs."""
-    bits = _abs_max(x, FP16)
+    m = _row_magnitudes(x, FP16)
+    bits = _max_bits(m)
     a = bits.to(tl.float32, bitcast=True)
     if FOUR_OVER_SIX:
-        q, scale = _quantize_4over6(x, a, amax, s_enc, s_dec, numerator, recip, FP16, FAST, FP16_DOMAIN, MSE)
+        q, scale = _quantize_4over6(m, a, amax, s_enc, s_dec, numerator, recip, PTX, FAST, FP16_DOMAIN, MSE)
     else:
-        q, scale = _quantize_standard(x, a, s_enc, s_dec, FP16)
+        q, scale = _quantize_standard(m, a, s_enc, s_dec, PTX)
     if TE_DECODE:
         factor = (scale * amax) * recip
     else:
@@ -286,7 +294,7 @@ def amax_kernel(base, table, chunk_weight, amax_bits, n, ROWS: tl.constexpr, TIL
     best = tl.zeros((ROWS,), tl.int32)
     for t in range(TILES):
         first, second = _load(words, start + t * stride, blocks, ROWS)
-        best = tl.maximum(best, _abs_max(_words(first, second, ROWS), FP16))
+        best = tl.maximum(best, _max_bits(_row_magnitudes(_words(first, second, ROWS), FP16)))
     tl.atomic_max(amax_bits + slot, tl.max(best, axis=0), sem="relaxed")
 
 
@@ -330,7 +338,10 @@ def _raise_flag(flag, worst, amax, TE_DECODE: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _out_of_range(amax):
-    """True where some value of the fast 4over6 difference could leave the normal fp32 numbers."""
+    """True where some value of the fast 4over6 divisions could leave the normal fp32 numbers.
+
+    Inside the range a block so small that a / 6 is subnormal gets scale 0 with either quotient.
+    """
     return (amax < 8.6736174e-19) | (amax > 1.1529215e18)
 
 
@@ -342,12 +353,12 @@ def qdq_kernel(
 ):  # fmt: skip
     """Quantise and dequantise; chunks run last to first, so that what an amax pass left in L2 is read first.
 
-    4over6 in the exact domain leaves weights with an extreme maximum to `extreme_kernel`.
+    4over6 leaves weights with an extreme maximum to `extreme_kernel`.
     """
     chunk = chunks - 1 - tl.program_id(0)
     src, dst, blocks, slot, first_chunk = _entry(table, n, tl.load(chunk_weight + chunk))
     amax = tl.load(amax_bits + slot).to(tl.float32, bitcast=True)
-    if FOUR_OVER_SIX and not FP16_DOMAIN:
+    if FOUR_OVER_SIX:
         if _out_of_range(amax):
             return
     start = (chunk - first_chunk) * ROWS
@@ -361,9 +372,10 @@ def qdq_kernel(
 @triton.jit
 def extreme_kernel(
     base, table, out, amax_bits, flag, n, numerator, recip,
-    ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
+    ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr,
+    TE_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """4over6, exact domain, for weights with an extreme maximum: full divisions. A few programs share all weights."""
+    """4over6 for weights with an extreme maximum: full divisions. A few programs share all weights."""
     for weight in range(n):
         src, dst, blocks, slot, _first = _entry(table, n, weight)
         amax = tl.load(amax_bits + slot).to(tl.float32, bitcast=True)
@@ -372,5 +384,5 @@ def extreme_kernel(
             tiles = tl.cdiv(blocks, stride).to(tl.int32)
             _chunk(
                 base + src * 4, out + dst * 4, tl.program_id(0).to(tl.int64) * ROWS, stride, tiles, blocks, amax,
-                numerator, recip, flag, ROWS, FP16, PTX, True, False, False, MSE, TE_DECODE, False, False,
+                numerator, recip, flag, ROWS, FP16, PTX, True, False, FP16_DOMAIN, MSE, TE_DECODE, False, False,
             )  # fmt: skip
