@@ -175,17 +175,22 @@ def _job(
 
 
 def _devices(space: Workspace, shard: Shard) -> tuple[Device, ...]:
-    """The devices this runner may use, at least as large as the registry promises."""
+    """The devices this runner may use; refused when they are not what the suite's registry entry promises."""
     if shard.backend == "cpu":
         return ()
+    from ci.fleet.identify import MEMORY_TOLERANCE, model_of
     from ci.run.devices import DevicesUnavailable, host_devices, inherited
 
     devices = inherited(host_devices(shard.backend), shard.backend)
-    promised = space.fleet.hardware[shard.hardware].memory_gib
+    wanted = space.fleet.suites[shard.suite].hardware
     for device in devices:
-        if device.total_mib < promised * 1024:
+        model = model_of(space.fleet, shard.backend, device.name)
+        where = f"device {device.index} ({device.name})"
+        if model not in wanted:
+            raise DevicesUnavailable(f"{where} is not what suite '{shard.suite}' needs: {' or '.join(wanted)}")
+        promised = space.fleet.hardware[model].memory_gib * 1024
+        if device.total_mib < promised * MEMORY_TOLERANCE:
             raise DevicesUnavailable(
-                f"device {device.index} ({device.name}) has {device.total_mib / 1024:.1f} GiB, but "
-                f"hardware.{shard.hardware} promises {promised} GiB: this is another machine than suite '{shard.suite}' needs"
+                f"{where} has {device.total_mib} MiB, but hardware.{model} promises {promised} MiB"
             )
     return devices

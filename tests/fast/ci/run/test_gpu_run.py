@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from ci.declare import scan
 from ci.history import store as stores
 from ci.history.records import TRUSTED, MetricIdentity, MetricValue
 
@@ -135,13 +136,16 @@ def test_test_process_that_sees_other_devices_than_leased_is_stopped(repository,
     assert "leased 1 device(s), the test process saw 3" in outcome.tests()["test_0.py"]["message"]
 
 
-def test_device_smaller_than_the_registry_promises_is_another_machine(repository, stub_env):
+def test_devices_other_than_the_registry_promises_are_refused(repository, stub_env):
+    repository.gpu_file("test_0.py", OK)
+    other = repository.run("--suite", "gpu", base=stub_env(devices=2, model="H100"))
+    assert other.code == 3
+    assert "device 0 (NVIDIA H100) is not what suite 'gpu' needs: h200" in other.output
     text = (repository.root / "registry.yaml").read_text().replace("memory_gib: 139", "memory_gib: 200")
     (repository.root / "registry.yaml").write_text(text)
-    repository.gpu_file("test_0.py", OK)
-    outcome = repository.run("--suite", "gpu", base=stub_env(devices=2))
-    assert outcome.code == 3
-    assert "hardware.h200 promises 200 GiB" in outcome.output
+    smaller = repository.run("--suite", "gpu", base=stub_env(devices=2))
+    assert smaller.code == 3
+    assert "has 143000 MiB, but hardware.h200 promises 204800 MiB" in smaller.output
 
 
 def test_machine_without_driver_is_an_infrastructure_failure(repository):
@@ -186,33 +190,21 @@ RECORDS = """
 
 
 def test_gate_decides_the_exit_code_of_a_passed_test(repository, stub_env):
-    path = repository.gpu_file("test_gated.py", RECORDS % "1.05")
+    paths = [repository.gpu_file(f"test_{name}.py", RECORDS % value) for name, value in (("ok", 1.05), ("worse", 2.5))]
     address = f"sqlite:{repository.root}/history.db"
-    without = repository.run("--suite", "gpu", base=stub_env(devices=2))
-    assert without.code == 6
-    assert "MILES_CI_HISTORY_URL is not set" in without.output
-
-    first = repository.run("--suite", "gpu", base=stub_env(devices=2), MILES_CI_HISTORY_URL=address)
-    assert first.code == 0
-    assert first.tests()["test_gated.py"]["gates"][0]["verdict"] == "inactive"
-
-    from ci.declare import scan
-
-    (gate,) = scan(repository.root).gates
-    identity = MetricIdentity(path, "cuda", "gpu", "h200", 1, "loss", "last", gate.digest)
     store = stores.open_store(address)
-    # A pull request only reads: the run above left no candidate.
-    assert store.values(identity, state="candidate", limit=9) == []
-    store.record_values([MetricValue(identity, 1.0, f"r{n}", n, TRUSTED) for n in range(5)])
+    for gate in scan(repository.root).gates:
+        identity = MetricIdentity(gate.path, "cuda", "gpu", "h200", 1, "loss", "last", gate.digest)
+        store.record_values([MetricValue(identity, 1.0, f"r{n}", n, TRUSTED) for n in range(5)])
+    outcome = repository.run("--suite", "gpu", base=stub_env(devices=2), MILES_CI_HISTORY_URL=address)
+    assert outcome.code == 6
+    assert outcome.outcomes() == {"test_ok.py": "passed", "test_worse.py": "passed"}
+    verdicts = {Path(test["path"]).name: test["gates"][0]["verdict"] for test in outcome.results()["tests"]}
+    assert verdicts == {"test_ok.py": "pass", "test_worse.py": "fail"}
+    assert "outside [0.9, 1.1]" in outcome.output
+    # A pull request only reads: nothing was added to what stood there.
+    assert [trusted + candidates for _, trusted, candidates in store.series()] == [5] * len(paths)
     store.close()
-    judged = repository.run("--suite", "gpu", base=stub_env(devices=2), MILES_CI_HISTORY_URL=address)
-    assert judged.tests()["test_gated.py"]["gates"][0]["verdict"] == "pass"
-    assert judged.code == 0
-    repository.gpu_file("test_gated.py", RECORDS % "2.5")
-    worse = repository.run("--suite", "gpu", base=stub_env(devices=2), MILES_CI_HISTORY_URL=address)
-    assert worse.code == 6
-    assert worse.tests()["test_gated.py"]["outcome"] == "passed"
-    assert "outside [0.9, 1.1]" in worse.output
 
 
 def test_nightly_of_the_default_branch_writes_candidates(repository, stub_env):

@@ -113,7 +113,7 @@ int nvmlDeviceGetUUID(void *handle, char *uuid, unsigned size) {
     snprintf(uuid, size, "GPU-%08lx-0000-0000-0000-000000000000", (unsigned long)(uintptr_t)handle);
     return 0;
 }
-int nvmlDeviceGetName(void *handle, char *name, unsigned size) { (void)handle; snprintf(name, size, "NVIDIA Stub"); return 0; }
+int nvmlDeviceGetName(void *handle, char *name, unsigned size) { (void)handle; snprintf(name, size, "NVIDIA %s", getenv("STUB_MODEL") ? getenv("STUB_MODEL") : "H200"); return 0; }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, struct user *table) {
     (void)handle;
     const char *pid = getenv("STUB_USER");
