@@ -1,1 +1,5 @@
+"""Low precision: reference codecs, the scope of quantisation, fake QAT, contracts in checkpoints, converters.
 
+Number formats and Triton kernels are in `miles.kernels`; nothing is imported here, so that a run without
+quantisation loads none of it.
+"""

@@ -1,0 +1,119 @@
+"""`quant` section of a recipe: fake quantisation in the trainer, and gates on metrics. Light: no torch, no Triton."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from miles.config import StrictModel
+from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
+from miles.quant.errors import QuantConfigError, QuantError
+from miles.quant.nvfp4_config import VARIABLES, current_nvfp4_qdq_config, fake_qat_gate, process_environment
+
+
+class NVFP4Options(StrictModel):
+    """Recipe form of `NVFP4QDQConfig`; same names, same rules."""
+
+    use_4over6: bool = False
+    e4m3_max: Literal[448, 256] = 448
+    error_mode: Literal["MAE", "MSE"] = "MAE"
+    error_use_fast_math: bool = False
+    decode: Literal["te", "stored"] = "te"
+
+    @model_validator(mode="after")
+    def _legal(self) -> NVFP4Options:
+        self.resolve()
+        return self
+
+    def resolve(self) -> NVFP4QDQConfig:
+        return NVFP4QDQConfig(
+            use_4over6=self.use_4over6,
+            e4m3_max=self.e4m3_max,
+            error_mode=ErrorMode(self.error_mode),
+            error_use_fast_math=self.error_use_fast_math,
+            decode=self.decode,
+        )
+
+
+SIGNED_METRICS = frozenset({"ppo_kl", "kl_k1", "loss", "pg_loss", "logprob_diff_mean"})
+
+
+class MetricGate(StrictModel):
+    """Stops a run when |metric| exceeds `max_abs`; a missing or NaN metric fails too.
+
+    `signed` metrics (differences, the k1 estimate of a KL) can be wrong in both directions, so a one-sided `max` is
+    refused for them: a large negative value would pass.
+    """
+
+    name: str
+    max_abs: float | None = Field(default=None, ge=0)
+    max: float | None = None
+    signed: bool | None = None
+
+    @model_validator(mode="after")
+    def _two_sided(self) -> MetricGate:
+        if (self.max_abs is None) == (self.max is None):
+            raise ValueError(f"gate {self.name!r}: give exactly one of max_abs and max")
+        if self.max is not None and self.is_signed:
+            raise ValueError(f"gate {self.name!r}: the metric is signed, so a one-sided limit `max` would pass any large negative value; use max_abs")  # fmt: skip
+        return self
+
+    @property
+    def is_signed(self) -> bool:
+        return self.name.rsplit("/", 1)[-1] in SIGNED_METRICS if self.signed is None else self.signed
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Raises `QuantError` naming metric, value and limit."""
+        if self.name not in metrics:
+            raise QuantError(f"gate {self.name!r}: the metric is missing from this step's metrics")
+        value = float(metrics[self.name])
+        limit = self.max_abs if self.max_abs is not None else self.max
+        assert limit is not None
+        exceeded = abs(value) > limit if self.max_abs is not None else value > limit
+        if math.isnan(value) or exceeded:
+            raise QuantError(f"gate {self.name!r}: {value!r} against a limit of {limit!r}")
+
+
+class QuantConfig(StrictModel):
+    """`quant.fake_qat: nvfp4` turns on fake quantisation of routed-expert weights with `quant.nvfp4`.
+
+    The environment may say the same (`OPEN_TRAINING_NVFP4_FAKE_QAT_FLAG=1` and the NVTE_NVFP4_* variables); where
+    both are set and differ, that is an error.
+    """
+
+    fake_qat: Literal["none", "nvfp4"] = "none"
+    nvfp4: NVFP4Options | None = None
+    ignore: tuple[str, ...] = ()
+    keep_bf16_first_layers: int = Field(default=0, ge=0)
+    keep_bf16_last_layers: int = Field(default=0, ge=0)
+    gates: tuple[MetricGate, ...] = ()
+
+    def fake_qat_config(self, environ: Mapping[str, str] | None = None) -> NVFP4QDQConfig | None:
+        """The rounding to train with, or None when fake quantisation is off."""
+        environ = process_environment() if environ is None else environ
+        gate = fake_qat_gate(environ)
+        if self.fake_qat == "none":
+            if self.nvfp4 is not None and gate:
+                raise QuantConfigError(
+                    "quant.fake_qat is none but OPEN_TRAINING_NVFP4_FAKE_QAT_FLAG=1: set quant.fake_qat: nvfp4, or unset the variable"
+                )
+            return current_nvfp4_qdq_config(environ) if gate else None
+        from_environment = current_nvfp4_qdq_config(environ)
+        if self.nvfp4 is None:
+            return from_environment
+        mine = self.nvfp4.resolve()
+        if any(environ.get(v) for v in VARIABLES):
+            for field in ("use_4over6", "e4m3_max", "error_mode", "error_use_fast_math"):
+                ours, theirs = getattr(mine, field), getattr(from_environment, field)
+                if ours != theirs:
+                    raise QuantConfigError(
+                        f"quant.nvfp4.{field} is {ours!r} but the NVTE_NVFP4_* variables ask for {theirs!r}: unset them or make them agree"
+                    )
+        return mine
+
+    def check_gates(self, metrics: Mapping[str, float]) -> None:
+        for gate in self.gates:
+            gate.check(metrics)

@@ -1,0 +1,25 @@
+"""Errors of the quantisation package."""
+
+from __future__ import annotations
+
+from miles.config.errors import ConfigError, MilesError
+
+
+class QuantError(MilesError):
+    """Root of the package's errors."""
+
+
+class QuantConfigError(QuantError, ConfigError):
+    """A quantisation option, variable or checkpoint contract is wrong. Exit code 2."""
+
+
+class ContractMismatch(QuantConfigError):
+    """Two quantisation contracts that must agree do not."""
+
+
+class QATHookMissing(QuantError):
+    """A routed-expert weight was used in a step without going through fake quantisation."""
+
+
+class ConversionError(QuantError):
+    """A checkpoint cannot be converted as asked."""

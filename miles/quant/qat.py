@@ -1,0 +1,249 @@
+"""Fake quantisation of routed-expert weights in the forward pass, with a straight-through gradient.
+
+`install` wraps the forward of each module that owns a routed-expert weight: the local spec's
+`local_experts.i.linear_fc1/2`, TE grouped linears (`weight0..n`), discrete and packed Hugging Face experts. While
+the wrapped forward runs, the module's weight attribute is the quantised tensor; parameters, their names, the
+optimizer's masters and state dicts are untouched. Every wrapped module counts its calls and `assert_called` turns a
+hook that did not run into an error. This module is imported only where fake quantisation is on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from miles.kernels.nvfp4_qdq import reference
+from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
+from miles.quant.errors import QATHookMissing, QuantConfigError
+from miles.quant.scope import Ignore, Scope, gate_up_partner
+
+BLOCK = 16
+_STATE = "_miles_fake_qat"
+_WEIGHT = re.compile(r"^(weight\d*|gate_up_proj|down_proj)$")
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Value of `quantised`, gradient of `weight`."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, quantised: torch.Tensor) -> torch.Tensor:
+        return quantised.detach()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def shared_amax(
+    weights: Sequence[torch.Tensor], slots: Sequence[int], group: torch.distributed.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Max abs per slot, fp32 [slots], maximum over `group`: that of the whole tensor under expert tensor parallelism."""
+    if weights[0].is_cuda:
+        from miles.kernels.nvfp4_qdq.api import amax_nvfp4
+
+        amax = amax_nvfp4([w.detach() for w in weights], shared=slots)
+    else:
+        amax = torch.zeros(max(slots) + 1)
+        flat = torch.cat([reference.tensor_amax(w.detach()).reshape(-1) for w in weights])
+        amax.scatter_reduce_(0, torch.tensor(slots), flat, "amax")
+    if group is not None and torch.distributed.get_world_size(group) > 1:
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
+    return amax
+
+
+def _quantise(
+    weights: Sequence[torch.Tensor], slots: Sequence[int], amax: torch.Tensor, config: NVFP4QDQConfig
+) -> list[torch.Tensor]:
+    """Quantised values: the Triton kernel on a GPU, the reference elsewhere (same bits)."""
+    weights = [w.detach() for w in weights]
+    if weights[0].is_cuda:
+        from miles.kernels.nvfp4_qdq.api import qdq_nvfp4
+
+        return qdq_nvfp4(weights, config, amax, shared=slots)
+    out, first = [], 0
+    for w in weights:
+        groups = w.shape[0] if w.dim() == 3 else 1
+        a = amax[torch.tensor(slots[first : first + groups])]
+        out.append(reference.qdq(w, config, a if w.dim() == 3 else a[0]))
+        first += groups
+    return out
+
+
+def _matrices(weights: Sequence[torch.Tensor]) -> int:
+    return sum(w.shape[0] if w.dim() == 3 else 1 for w in weights)
+
+
+def maybe_fake_quantize(
+    weights: Sequence[torch.Tensor],
+    names: Sequence[str],
+    config: NVFP4QDQConfig | None,
+    *,
+    scope: Scope | None = None,
+    slots: Sequence[int] | None = None,
+    amax: torch.Tensor | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> list[torch.Tensor]:
+    """Quantised weights with identity gradient where the name is in scope; the others, and all for `config=None`, as given.
+
+    `slots` (one per matrix of the scoped weights) lets matrices share a maximum; `amax` fp32 [slots] replaces its
+    computation. `main_grad` of a parameter is carried over to the returned tensor.
+    """
+    scope = scope or Scope()
+    chosen = [i for i, name in enumerate(names) if name in scope] if config is not None else []
+    out = list(weights)
+    if config is None or not chosen:
+        return out
+    picked = [weights[i] for i in chosen]
+    slots = list(range(_matrices(picked))) if slots is None else slots
+    if amax is None:
+        amax = shared_amax(picked, slots, group)
+    for i, w, q in zip(chosen, picked, _quantise(picked, slots, amax, config), strict=True):
+        y = _StraightThrough.apply(w, q)
+        if hasattr(w, "main_grad"):
+            y.main_grad = w.main_grad
+        out[i] = y
+    return out
+
+
+@dataclass
+class _Hook:
+    """One wrapped module: its scoped parameters, the parameters that share their maximum, and a call counter."""
+
+    name: str
+    module: nn.Module
+    parameters: list[str]
+    partners: list[torch.Tensor]
+    forward: Callable
+    calls: int = 0
+
+
+@dataclass
+class FakeQAT:
+    """What `install` did to one model."""
+
+    config: NVFP4QDQConfig
+    group: torch.distributed.ProcessGroup | None
+    hooks: list[_Hook] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{h.name}.{p}" if h.name else p for h in self.hooks for p in h.parameters]
+
+    def quantise(self, hook: _Hook) -> list[torch.Tensor]:
+        weights = [getattr(hook.module, p) for p in hook.parameters]
+        count = _matrices(weights)
+        slots = [0] * count if hook.partners else list(range(count))
+        every = [*weights, *hook.partners]
+        amax = shared_amax(every, slots + [0] * _matrices(hook.partners), self.group)
+        names = [f"{hook.name}.{p}" for p in hook.parameters]
+        return maybe_fake_quantize(weights, names, self.config, slots=slots, amax=amax)
+
+
+def _wrap(state: FakeQAT, hook: _Hook) -> None:
+    def forward(*args, **kwargs):
+        hook.calls += 1
+        values = state.quantise(hook)
+        # An instance attribute is found before the registered parameter, which stays where it is.
+        for name, value in zip(hook.parameters, values, strict=True):
+            hook.module.__dict__[name] = value
+        try:
+            return hook.forward(*args, **kwargs)
+        finally:
+            for name in hook.parameters:
+                hook.module.__dict__.pop(name, None)
+
+    hook.module.forward = forward
+
+
+def _check_module(name: str, module: nn.Module, parameters: Sequence[str]) -> None:
+    for attribute in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
+        if getattr(module, attribute, False):
+            raise QuantConfigError(
+                f"{name}: gradient accumulation fusion is on; its marker would be set on the quantised copy and the "
+                "gradient lost. Set gradient_accumulation_fusion=False for fake quantisation"
+            )
+    for p in parameters:
+        shape = tuple(getattr(module, p).shape)
+        if len(shape) not in (2, 3) or shape[-1] % BLOCK:
+            raise QuantConfigError(
+                f"{name}.{p}: shape {shape}; fake quantisation needs [M, K] or [G, M, K] with the (sharded) K a multiple of {BLOCK}"
+            )
+
+
+def install(
+    model: nn.Module,
+    config: NVFP4QDQConfig,
+    *,
+    ignore: Ignore | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
+    allow_empty: bool = False,
+) -> FakeQAT:
+    """Wrap every module of `model` that owns a routed-expert weight. `group`: the expert-tensor-parallel group.
+
+    Raises QuantConfigError when a scoped parameter sits in a module that cannot be wrapped, when there is nothing to
+    quantise (unless `allow_empty`: a pipeline stage without experts), or on a second call.
+    """
+    if hasattr(model, _STATE):
+        raise QuantConfigError("fake quantisation is already installed on this model")
+    scope = Scope(ignore or Ignore())
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    scoped = set(scope.select(by_name))
+    state = FakeQAT(config, group)
+    for name, module in model.named_modules(remove_duplicate=False):
+        own = [p for p, value in module.named_parameters(recurse=False) if value is not None]
+        prefix = f"{name}." if name else ""
+        parameters = [p for p in own if prefix + p in scoped and _WEIGHT.match(p)]
+        if not parameters:
+            continue
+        _check_module(name, module, parameters)
+        partners = [by_name[q] for p in parameters if (q := gate_up_partner(prefix + p)) and q in by_name]
+        state.hooks.append(_Hook(name, module, parameters, partners, module.forward))
+    missed = sorted(scoped - set(state.names))
+    if missed:
+        raise QuantConfigError(f"routed-expert weights in modules that cannot be wrapped: {', '.join(missed[:5])}")
+    if not state.hooks and not allow_empty:
+        raise QuantConfigError("fake quantisation is on but the model has no routed-expert weight in scope")
+    for hook in state.hooks:
+        _wrap(state, hook)
+    object.__setattr__(model, _STATE, state)
+    return state
+
+
+def _state(model: nn.Module) -> FakeQAT:
+    state = getattr(model, _STATE, None)
+    if state is None:
+        raise QATHookMissing("fake quantisation was never installed on this model")
+    return state
+
+
+def calls(model: nn.Module) -> dict[str, int]:
+    """Calls of each wrapped module since the last reset."""
+    return {h.name: h.calls for h in _state(model).hooks}
+
+
+def reset_calls(model: nn.Module) -> None:
+    for hook in _state(model).hooks:
+        hook.calls = 0
+
+
+def assert_called(model: nn.Module, micro_batches: int) -> None:
+    """After a step: every wrapped module ran its hook at least once a micro-batch. Resets the counters."""
+    counts = calls(model)
+    missing = [f"{name} ({count})" for name, count in counts.items() if count < micro_batches]
+    reset_calls(model)
+    if missing:
+        raise QATHookMissing(
+            f"fake quantisation did not run for {len(missing)} of {len(counts)} modules in a step of {micro_batches} "
+            f"micro-batches (calls in brackets): {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}"
+        )
+
+
+def uninstall(model: nn.Module) -> None:
+    """Give every module its own forward back."""
+    for hook in _state(model).hooks:
+        hook.module.__dict__.pop("forward", None)
+    object.__delattr__(model, _STATE)

@@ -1,0 +1,191 @@
+"""Which tensors are quantised: one predicate for converter, live export and fake QAT, and the ignore list.
+
+Order: the shared-expert veto first, then the routed-expert match. Names are Hugging Face checkpoint names or
+megatron-core parameter names, with any prefix in front.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+_SHARED = re.compile(r"(^|\.)(shared_experts?|shared_expert_gate)(\.|$)")
+_HALVES = r"(?:gate|up|down)_proj|gate_up_proj"
+_ROUTED = re.compile(
+    r"(^|\.)(?:"
+    rf"experts\.\d+\.(?:{_HALVES})\.weight"
+    r"|experts\.\d+\.w[123]\.weight"
+    r"|block_sparse_moe\.experts\.\d+\.(?:w[123]|gate_proj|up_proj|down_proj)\.weight"
+    r"|experts\.(?:gate_up_proj|down_proj)(?:\.weight)?"
+    r"|mlp\.experts\.linear_fc[12]\.weight\d+"
+    r"|mlp\.experts\.local_experts\.\d+\.linear_fc[12]\.weight"
+    r")$"
+)
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_MTP = re.compile(r"(^|\.)mtp(\.|_)")
+_PAIR = re.compile(r"^(.*\.)(gate_proj|up_proj|w1|w3)(\.weight)$")
+_PARTNER = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
+
+
+def is_shared_expert(name: str) -> bool:
+    """True for anything that belongs to a shared expert or its gate."""
+    return _SHARED.search(name) is not None
+
+
+def is_routed_expert_weight(name: str) -> bool:
+    """True for the weight matrix of a routed expert, in any supported naming.
+
+    >>> is_routed_expert_weight("model.layers.3.mlp.experts.17.gate_proj.weight")
+    True
+    >>> is_routed_expert_weight("model.layers.3.mlp.shared_experts.gate_proj.weight")
+    False
+    """
+    return not is_shared_expert(name) and _ROUTED.search(name) is not None
+
+
+def gate_up_partner(name: str) -> str | None:
+    """The other half of a gate/up pair, which shares its tensor scale; None for other weights.
+
+    >>> gate_up_partner("model.layers.0.mlp.experts.2.w3.weight")
+    'model.layers.0.mlp.experts.2.w1.weight'
+    """
+    match = _PAIR.match(name)
+    return f"{match[1]}{_PARTNER[match[2]]}{match[3]}" if match else None
+
+
+@dataclass(frozen=True)
+class Ignore:
+    """Names that stay in bf16: exact names, prefixes (ending in a dot), or `re:` patterns.
+
+    >>> Ignore(("model.layers.0.", "re:.*down_proj.*")).matches("model.layers.0.mlp.experts.1.up_proj.weight")
+    True
+    """
+
+    entries: tuple[str, ...] = ()
+    _patterns: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        patterns = []
+        for entry in self.entries:
+            if not entry or entry == "re:":
+                raise ValueError(f"ignore entry {entry!r} is empty: it would match everything or nothing")
+            if entry.startswith("re:"):
+                try:
+                    patterns.append(re.compile(entry[3:]))
+                except re.error as error:
+                    raise ValueError(f"ignore entry {entry!r} is no regular expression: {error}") from error
+        object.__setattr__(self, "_patterns", tuple(patterns))
+
+    def matches(self, name: str) -> bool:
+        for entry in self.entries:
+            if not entry.startswith("re:") and (name == entry or (entry.endswith(".") and name.startswith(entry))):
+                return True
+        return any(p.fullmatch(name) for p in self._patterns)
+
+    def compact(self) -> tuple[str, ...]:
+        """Entries without those that another prefix covers, sorted: what a contract stores, never leaves."""
+        prefixes = [e for e in self.entries if e.endswith(".") and not e.startswith("re:")]
+        kept = {e for e in self.entries if e.startswith("re:") or not any(e != p and e.startswith(p) for p in prefixes)}
+        return tuple(sorted(kept))
+
+
+def edge_layers_ignore(num_layers: int, first: int, last: int, prefix: str = "model.layers.") -> Ignore:
+    """First and last bf16 layers as prefixes. Decoder layers only: `num_layers` does not count MTP layers."""
+    if first < 0 or last < 0 or first + last > num_layers:
+        raise ValueError(f"first={first} and last={last} bf16 layers do not fit in {num_layers} decoder layers")
+    layers = [*range(first), *range(num_layers - last, num_layers)]
+    return Ignore(tuple(f"{prefix}{i}." for i in layers))
+
+
+def decoder_layer(name: str, num_layers: int) -> int | None:
+    """Decoder layer index of a name; None outside the decoder and for MTP layers (own names, or index >= num_layers)."""
+    match = _LAYER.search(name)
+    if match is None or _MTP.search(name) or int(match[1]) >= num_layers:
+        return None
+    return int(match[1])
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The predicate and the exceptions together: what a run quantises."""
+
+    ignore: Ignore = Ignore()
+
+    def __contains__(self, name: str) -> bool:
+        return is_routed_expert_weight(name) and not self.ignore.matches(name)
+
+    def select(self, names: Iterable[str]) -> list[str]:
+        return [n for n in names if n in self]
+
+
+def check_pairs(names: Sequence[str]) -> None:
+    """Every gate has its up, once; raises ValueError with the missing or duplicated half."""
+    seen: dict[str, int] = {}
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+    duplicated = sorted(n for n, count in seen.items() if count > 1 and gate_up_partner(n))
+    if duplicated:
+        raise ValueError(f"gate/up half appears more than once: {', '.join(duplicated[:5])}")
+    missing = sorted(p for n in seen if (p := gate_up_partner(n)) and p not in seen)
+    if missing:
+        raise ValueError(f"gate/up half is missing: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
+
+
+_Q = "model.layers.3.mlp."
+SCOPE_TABLE: tuple[tuple[str, bool], ...] = (
+    (f"{_Q}experts.0.gate_proj.weight", True),
+    (f"{_Q}experts.127.up_proj.weight", True),
+    (f"{_Q}experts.5.down_proj.weight", True),
+    (f"{_Q}experts.5.w1.weight", True),
+    (f"{_Q}experts.5.w2.weight", True),
+    (f"{_Q}experts.5.w3.weight", True),
+    (f"{_Q}experts.gate_up_proj", True),
+    (f"{_Q}experts.down_proj", True),
+    (f"{_Q}experts.gate_up_proj.weight", True),
+    ("model.layers.0.block_sparse_moe.experts.7.w1.weight", True),
+    ("model.layers.0.block_sparse_moe.experts.7.w2.weight", True),
+    ("model.language_model.layers.4.mlp.experts.gate_up_proj", True),
+    ("mtp.layers.0.mlp.experts.3.gate_proj.weight", True),
+    ("mtp.layers.0.mlp.experts.3.down_proj.weight", True),
+    ("model.mtp.layers.0.mlp.experts.gate_up_proj", True),
+    ("layers.10.ffn.experts.12.w1.weight", True),
+    ("decoder.layers.0.mlp.experts.linear_fc1.weight0", True),
+    ("decoder.layers.0.mlp.experts.linear_fc2.weight31", True),
+    ("decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight", True),
+    ("module.decoder.layers.0.mlp.experts.local_experts.2.linear_fc2.weight", True),
+    ("mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight3", True),
+    (f"{_Q}shared_expert.gate_proj.weight", False),
+    (f"{_Q}shared_expert.down_proj.weight", False),
+    (f"{_Q}shared_experts.up_proj.weight", False),
+    (f"{_Q}shared_experts.experts.0.up_proj.weight", False),
+    (f"{_Q}experts.shared_experts.gate_proj.weight", False),
+    (f"{_Q}experts.shared_experts.0.w1.weight", False),
+    (f"{_Q}shared_expert_gate.weight", False),
+    ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", False),
+    ("mtp.layers.0.mlp.shared_expert.gate_proj.weight", False),
+    (f"{_Q}experts.0.gate_proj.bias", False),
+    (f"{_Q}experts.0.gate_proj.weight_scale", False),
+    (f"{_Q}experts.0.gate_proj.weight_scale_inv", False),
+    (f"{_Q}experts.0.gate_proj.weight_scale_2", False),
+    (f"{_Q}experts.0.gate_proj.input_scale", False),
+    (f"{_Q}experts.gate_up_proj_bias", False),
+    (f"{_Q}experts.gate_up_proj_scales", False),
+    ("decoder.layers.0.mlp.experts.linear_fc1._extra_state", False),
+    ("decoder.layers.0.mlp.experts.linear_fc1.bias0", False),
+    ("decoder.layers.0.mlp.experts.local_experts.2.linear_fc1._extra_state", False),
+    (f"{_Q}gate.weight", False),
+    (f"{_Q}gate.e_score_correction_bias", False),
+    ("decoder.layers.0.mlp.router.weight", False),
+    ("decoder.layers.0.mlp.router.expert_bias", False),
+    (f"{_Q}gate_proj.weight", False),
+    (f"{_Q}down_proj.weight", False),
+    ("decoder.layers.0.mlp.linear_fc1.weight", False),
+    ("model.layers.3.self_attn.q_proj.weight", False),
+    ("model.layers.3.self_attn.o_proj.weight", False),
+    ("decoder.layers.0.self_attention.linear_qkv.weight", False),
+    ("model.layers.3.input_layernorm.weight", False),
+    ("model.embed_tokens.weight", False),
+    ("lm_head.weight", False),
+    ("output_layer.weight", False),
+)
