@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -38,8 +39,8 @@ def checked(weights: Weights, plan: SyncPlan) -> Iterator[tuple[str, torch.Tenso
             raise SourceError(
                 f"{name}: {list(tensor.shape)} {tensor.dtype} offered, {list(source.shape)} {source.dtype} planned"
             )
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        bad = count_not_finite(tensor)
+        if bad:
             raise SourceError(
                 f"{name}: {bad} of {tensor.numel()} values are not finite; nothing is served from this sync"
             )
@@ -48,6 +49,13 @@ def checked(weights: Weights, plan: SyncPlan) -> Iterator[tuple[str, torch.Tenso
     if left:
         shown = ", ".join(sorted(left)[:20])
         raise SourceError(f"the trainer offered no tensor for {len(left)} planned weights: {shown}")
+
+
+def count_not_finite(tensor: torch.Tensor) -> int:
+    """How many values are NaN or infinite. One such value makes the sum so; only then are all looked at."""
+    if not tensor.is_floating_point() or math.isfinite(tensor.sum(dtype=torch.float32).item()):
+        return 0
+    return tensor.numel() - int(torch.isfinite(tensor).sum())
 
 
 def sliced(entry: PlanEntry, tensor: torch.Tensor) -> torch.Tensor:
