@@ -6,6 +6,7 @@ Order of a rank's life: `init` (platform, mesh, model, optimizer), `load` or `lo
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -64,8 +65,10 @@ class MegatronBackend:
         temperature: float = 1.0,
         rope_kind: str | None = None,
         install: Callable[[torch.nn.Module], None] | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
-        """`install` is called with each built model chunk before its gradient buffers exist (quantisation hooks)."""
+        """`install` is called with each built policy chunk before its gradient buffers exist (quantisation hooks).
+        `listener`: rank 0's socket bound to `master_port`; without it the port must be free when `init` is called."""
         if temperature <= 0:
             raise TrainError(f"temperature is {temperature}; training needs the sampling temperature, above 0")
         self.config = config
@@ -75,6 +78,7 @@ class MegatronBackend:
         self.seed = seed
         self._address = (rank, world_size, master_addr, master_port)
         self._install = install
+        self._listener = listener
         self.hf_config = read_hf_config(self.model_dir)
         self.family = registry.resolve(self.hf_config, where=str(self.model_dir / "config.json"))
         self.model = self.family.to_mcore(
@@ -97,6 +101,7 @@ class MegatronBackend:
             master_addr=address,
             master_port=port,
             timeout_s=self.config.timeout_s,
+            listener=self._listener,
         )
         rng.seed_all(self.seed + rank)
         self.choice = choose_spec(self.config.megatron, self.platform)
@@ -230,6 +235,12 @@ class MegatronBackend:
         mesh.leave()
 
     def _inputs(self, batch: RankBatch) -> list[ModelInput]:
+        parallel, count = self.config.parallel, len(batch.micro_batches)
+        if parallel.vpp is not None and count % parallel.pp:
+            raise TrainError(
+                f"{count} micro-batches are not a multiple of pp={parallel.pp}, which vpp={parallel.vpp} needs; "
+                f"schedule with micro_batch_multiple={parallel.pp}"
+            )
         return to_inputs(batch.micro_batches, self.config.parallel, self.mesh, self.platform.device)
 
     @property

@@ -88,6 +88,9 @@ def core_config(model: FamilyConfig, train: TrainConfig) -> Any:
         sequence_parallel=parallel.sp,
         variable_seq_lengths=parallel.pp > 1,
         batch_p2p_sync=False,
+        # Interleaved chunks send both ways between the same two ranks; batched, such messages could be swapped.
+        batch_p2p_comm=parallel.vpp is None,
+        overlap_p2p_comm=parallel.vpp is not None,
         # Checked even for dense models when micro-batches differ in length.
         moe_token_dispatcher_type="alltoall",
         # Gradients are summed, never averaged: the loss already carries its denominators.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -42,23 +43,35 @@ def join(
     master_addr: str,
     master_port: int,
     timeout_s: float,
+    listener: socket.socket | None = None,
 ) -> Mesh:
-    """Connect the ranks and create every group. Raises when the sizes do not multiply to the world size."""
+    """Connect the ranks and create every group. Raises when the sizes do not multiply to the world size.
+
+    `listener`: rank 0's socket, already bound to `master_port`, so that no other process can take the port between
+    its choice and its use. One process alone needs neither address nor port.
+    """
     if parallel.world_size != world_size:
         raise ParallelismError(
             f"train.parallel: tp*pp*cp*dp = {parallel.tp}*{parallel.pp}*{parallel.cp}*{parallel.dp} = "
             f"{parallel.world_size} but {world_size} processes were started"
         )
-    address = f"[{master_addr}]" if ":" in master_addr else master_addr
+    timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            platform.collectives,
-            init_method=f"tcp://{address}:{master_port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    except (OSError, RuntimeError, ValueError) as error:
+        store: dist.Store
+        if world_size == 1:
+            store = dist.HashStore()
+        else:
+            store = dist.TCPStore(
+                master_addr,
+                master_port,
+                world_size=world_size,
+                is_master=rank == 0,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach() if listener is not None and rank == 0 else None,
+            )
+        dist.init_process_group(platform.collectives, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except (RuntimeError, ValueError, OSError) as error:
         raise TrainError(
             f"rank {rank} could not join {master_addr}:{master_port} within {timeout_s:g} s: {error}"
         ) from error

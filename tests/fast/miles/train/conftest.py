@@ -60,10 +60,18 @@ def moe_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Pa
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+# Sockets bound by the parent, by port: rank 0 inherits its own, so no two tests can meet on a port.
+LISTENERS: dict[int, socket.socket] = {}
+
+
+def listen() -> int:
+    """Bind a port and keep it; returns its number."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    LISTENERS[port] = listener
+    return port
 
 
 def _child(rank: int, world: int, port: int, body: Callable[..., Any], pipe: Any) -> None:
@@ -88,7 +96,7 @@ def _picklable(error: BaseException) -> bool:
 def fork_ranks(body: Callable[[int, int, int], Any], world: int, *, limit_s: float = 60.0) -> list[Any]:
     """`body(rank, world, port)` in `world` forked processes; results in rank order, the first error re-raised."""
     context = multiprocessing.get_context("fork")
-    port = free_port()
+    port = listen()
     ranks = []
     for rank in range(world):
         mine, theirs = context.Pipe()
@@ -114,6 +122,7 @@ def fork_ranks(body: Callable[[int, int, int], Any], world: int, *, limit_s: flo
                 process.kill()
                 process.join()
             pipe.close()
+        LISTENERS.pop(port).close()
     return results
 
 
@@ -199,6 +208,7 @@ def make_backend(
         master_addr="127.0.0.1",
         master_port=port,
         seed=0,
+        listener=LISTENERS.get(port),
     )
     backend.init()
     if loaded:
@@ -211,4 +221,4 @@ def toolbox() -> Any:
     """The builders above, for test modules."""
     from types import SimpleNamespace
 
-    return SimpleNamespace(samples=make_samples, batch=make_batch, backend=make_backend, free_port=free_port)
+    return SimpleNamespace(samples=make_samples, batch=make_batch, backend=make_backend)

@@ -81,6 +81,28 @@ def test_gradient_equals_the_single_process_gradient(mesh, ranks, toolbox, model
     assert [metrics for _, metrics, _ in results] == [results[0][1]] * world, "metrics differ between ranks"
 
 
+def test_tied_embeddings_agree_over_pipeline_stages(ranks, toolbox, tokenizer_dir, tmp_path):
+    from miles.models.config import ModelShape
+    from miles.models.create import create_checkpoint
+
+    shape = ModelShape(hidden_size=32, ffn_hidden_size=64, head_dim=8, init_std=0.2, tied=True)
+    folder = create_checkpoint(tmp_path / "tied", shape=shape, tokenizer_dir=tokenizer_dir, seed=3)
+    expected = ranks(gradients(toolbox, folder, "bshd"), 1)[0]
+    results = ranks(gradients(toolbox, folder, "bshd", pp=2), 2)
+    check_equal(results[0], expected)
+
+
+def test_too_few_micro_batches_for_interleaved_stages_are_refused(ranks, toolbox, model_dir):
+    from miles.train.errors import TrainError
+
+    def body(rank, world, port):
+        backend = toolbox.backend(model_dir, rank, world, port, pp=2, vpp=2)
+        backend.step(toolbox.batch(toolbox.samples()).for_rank(0))
+
+    with pytest.raises(TrainError, match=r"1 micro-batches are not a multiple of pp=2.*micro_batch_multiple=2"):
+        ranks(body, 2)
+
+
 @pytest.fixture(scope="module")
 def single_moe(ranks, toolbox, moe_dir):
     return ranks(gradients(toolbox, moe_dir, "bshd"), 1)[0]
