@@ -47,6 +47,12 @@ def peak(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def bandwidths(elements: int) -> tuple[float, float]:
+    """Milliseconds to copy and to fill a bf16 buffer of this size."""
+    source, target = (torch.empty(elements, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    return measure(lambda: target.copy_(source))[0], measure(lambda: target.zero_())[0]
+
+
 def supports(rows: int, vocab: int, mean: int) -> tuple[torch.Tensor, torch.Tensor]:
     """CSR ids and offsets: geometric widths around `mean`, distinct ids inside a row."""
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -85,10 +91,7 @@ def main() -> int:
         return torch.autograd.grad((out * slope).sum(), logits)[0]
 
     difference = float((sparse().float() - dense().float()).abs().max())
-    source, target = (torch.empty(rows * vocab, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    copied = measure(lambda: target.copy_(source))[0]
-    written = measure(lambda: target.zero_())[0]
-    del source, target
+    copied, written = bandwidths(rows * vocab)
     print(
         f"{torch.cuda.get_device_name()}: {rows} x {vocab} bf16, mean |S| {len(ids) / rows:.1f}; "
         f"copy {4 * rows * vocab / copied / 1e9:.2f} TB/s, fill {2 * rows * vocab / written / 1e9:.2f} TB/s; "

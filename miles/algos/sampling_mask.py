@@ -75,7 +75,12 @@ class _Support(torch.autograd.Function):
         if n == 0:
             empty = logits.new_zeros(0, dtype=torch.float32)
             ctx.save_for_backward(columns, rows, z, local, torch.zeros_like(local))
-            ctx.shape, ctx.dtype, ctx.temperature = logits.shape, logits.dtype, temperature
+            ctx.shape, ctx.dtype, ctx.temperature, ctx.sharded = (
+                logits.shape,
+                logits.dtype,
+                temperature,
+                group_size(group) > 1,
+            )
             ctx.mark_non_differentiable(empty)
             return empty.clone(), empty
         maximum = torch.segment_reduce(z, "max", offsets=offsets)
@@ -94,7 +99,12 @@ class _Support(torch.autograd.Function):
         # p_S of every local id: all that the backward needs besides which of them was sampled.
         p = (z - lse[rows]).exp()
         ctx.save_for_backward(columns, rows, p, local, chosen)
-        ctx.shape, ctx.dtype, ctx.temperature = logits.shape, logits.dtype, temperature
+        ctx.shape, ctx.dtype, ctx.temperature, ctx.sharded = (
+            logits.shape,
+            logits.dtype,
+            temperature,
+            group_size(group) > 1,
+        )
         ctx.mark_non_differentiable(lse)
         return sums[1] - lse, lse
 
@@ -103,8 +113,10 @@ class _Support(torch.autograd.Function):
         columns, rows, p, local, chosen = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad_log_probs.device)
         values = (chosen.to(torch.float32) - p) * grad_log_probs[rows] / ctx.temperature
+        if ctx.sharded:  # ids of other shards have no column here
+            rows, columns, values = rows[local], columns[local], values[local]
         # (row, id) pairs are unique, so no two writes meet.
-        grad[rows[local], columns[local]] = values[local].to(ctx.dtype)
+        grad[rows, columns] = values.to(ctx.dtype)
         return grad, None, None, None, None, None, None
 
 

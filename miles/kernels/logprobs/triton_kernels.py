@@ -195,9 +195,9 @@ def fused_kernel(
         tl.store(out_loss + row, tl.where(active, loss * weight, 0.0))
         tl.store(out_log_prob + row, log_prob)
         g = tl.where(active, slope * weight, 0.0) * inv_temperature
-        # -g·p_j = sign·2^(y_j - shift): the slope's size goes into the exponent (log2(0) = -inf gives 0).
+        # -g·p_j = sign·2^(y_j - shift): the slope's size goes into the exponent; a slope of 0 gives 2^-inf.
         sign = tl.where(g > 0, -1.0, 1.0)
-        shift = lse2 - tl.log2(tl.abs(g))
+        shift = tl.where(g == 0, float("inf"), lse2 - tl.log2(tl.where(g == 0, 1.0, tl.abs(g))))
         out_base = grad + row * grad_stride
         tiles = tl.cdiv(width, DEPTH * LANES)
         # Backwards: what was read last is still in L2. In place is safe: each thread overwrites what it read.
