@@ -140,6 +140,7 @@ class Batch:
 
     def _admit(self) -> None:
         slots, pool, version = self.slots, self.pool, self.version
+        taken: list[int] = []
         while self.waiting and slots.free:
             request = self.waiting[0]
             tokens = request.input_ids
@@ -152,12 +153,13 @@ class Batch:
                 pool.share(shared)
             else:
                 shared = pool.match(version, page_contents(tokens[:-1]))
-            total = -(-(len(request.input_ids) + request.max_new) // PAGE)
+            total = -(-(len(request.input_ids) + request.sampling.max_new) // PAGE)
             if total - len(shared) > pool.available:
                 pool.release(shared)
-                return
+                break
             self.waiting.popleft()
-            slot = slots.take(request, shared + pool.alloc(total - len(shared)), version)
+            slot = slots.take(request, shared + pool.alloc(total - len(shared)))
+            taken.append(slot)
             if leader is not None:
                 leader.followers.append(slot)
                 request.cached_tokens = len(tokens)
@@ -166,6 +168,8 @@ class Batch:
             entry = _Prefill(slot, tokens, len(shared) * PAGE, version, key)
             self._leaders[key] = entry
             self.prefills.append(entry)
+        if taken:
+            slots.fill(taken, version)
 
     def _prefill(self) -> None:
         """One forward pass over at most `max_prefill_tokens` prompt tokens."""
@@ -194,9 +198,9 @@ class Batch:
         logits = self._logits(hidden, rows)
         members: list[int] = []
         repeats = []
+        self._share_partial_pages(entries)
         for entry in entries:
             self._leaders.pop(entry.key, None)
-            self._share_partial_page(entry)
             members += [entry.slot, *entry.followers]
             repeats.append(1 + len(entry.followers))
             if entry.version == self.version:
@@ -206,12 +210,18 @@ class Batch:
         self.active = np.concatenate((self.active, slots))
         self._draw(slots, logits[torch.from_numpy(np.repeat(np.arange(len(entries)), repeats)).to(logits.device)])
 
-    def _share_partial_page(self, entry: _Prefill) -> None:
-        full = len(entry.tokens) // PAGE
-        if entry.followers and len(entry.tokens) % PAGE:
+    def _share_partial_pages(self, entries: list[_Prefill]) -> None:
+        """Followers share full pages; the page that they go on writing is copied."""
+        source: list[int] = []
+        target: list[int] = []
+        for entry in entries:
+            full = len(entry.tokens) // PAGE
+            if len(entry.tokens) % PAGE:
+                source += [self.slots.pages[entry.slot][full]] * len(entry.followers)
+                target += [self.slots.pages[slot][full] for slot in entry.followers]
+        if source:
             assert self.cache is not None
-            source = self.slots.pages[entry.slot][full]
-            self.cache.copy_pages([source] * len(entry.followers), [self.slots.pages[s][full] for s in entry.followers])
+            self.cache.copy_pages(source, target)
 
     def _decode(self) -> None:
         slots = self.active
@@ -251,26 +261,29 @@ class Batch:
             return
         over = slots[ended]
         self.active = self.active[~np.isin(self.active, over)]
-        for slot, has_stopped, is_broken in zip(
-            over.tolist(), stopped[ended].tolist(), broken[ended].tolist(), strict=True
-        ):
-            if is_broken:
-                self._settle_broken(slot)
-                continue
-            if has_stopped:
-                finish: dict[str, Any] = {"type": "stop", "matched": int(self.slots.last_token[slot])}
-            else:
-                finish = {"type": "length", "length": int(self.slots.max_new[slot])}
-            self._settle(slot, finish)
+        for slot in over[broken[ended]].tolist():
+            self._settle_broken(slot)
+        fine = ~broken[ended]
+        self._settle(over[fine], stopped[ended][fine])
 
-    def _settle(self, slot: int, finish: dict[str, Any]) -> None:
-        request = self.slots.request[slot]
-        self._hold_output(slot, request)
-        if self._share and self.slots.kv_version[slot] == self.version:
-            contents = self.slots.cached_content(slot)
-            self.pool.remember(self.version, contents, self.slots.pages[slot][: len(contents)])
-        self.pool.release(self.slots.give_back(slot))
-        request.settle(self._output(request, finish))
+    def _settle(self, over: np.ndarray, stopped: np.ndarray) -> None:
+        """Give the results of slots that ended by a stop token, or else by their budget."""
+        slots, pool = self.slots, self.pool
+        counts, most = slots.produced[over].tolist(), int(slots.produced[over].max(initial=0))
+        tokens, log_probs = slots.tokens[over, :most].tolist(), slots.log_probs[over, :most].tolist()
+        current = (slots.kv_version[over] == self.version).tolist()
+        for i, (slot, n, has_stopped) in enumerate(zip(over.tolist(), counts, stopped.tolist(), strict=True)):
+            request = slots.request[slot]
+            request.carried_tokens, request.carried_log_probs = tokens[i][:n], log_probs[i][:n]
+            if self._share and current[i]:
+                contents = slots.cached_content(slot)
+                pool.remember(self.version, contents, slots.pages[slot][: len(contents)])
+            pool.release(slots.give_back(slot))
+            if has_stopped:
+                finish: dict[str, Any] = {"type": "stop", "matched": tokens[i][n - 1]}
+            else:
+                finish = {"type": "length", "length": n}
+            request.settle(self._output(request, finish))
 
     def _settle_broken(self, slot: int) -> None:
         request = self.slots.request[slot]

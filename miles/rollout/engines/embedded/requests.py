@@ -71,18 +71,25 @@ class Job:
                 self.done(self)
 
 
-@dataclass(slots=True, eq=False)
-class EngineRequest:
-    """One sequence to generate. `carried_*` hold what was produced before a retraction."""
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Checked `sampling_params` without the seed; one object for all requests that sent the same."""
 
-    rid: str
-    input_ids: np.ndarray  # int64 [P]
     max_new: int
     temperature: float
     top_p: float
     top_k: int
     min_p: float
     stop_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """One sequence to generate. `carried_*` hold what was produced before a retraction."""
+
+    rid: str
+    input_ids: np.ndarray  # int64 [P]
+    sampling: Sampling
     seed: int
     want_support: bool
     job: Job | None = None
@@ -124,7 +131,19 @@ def parse_generate(body: Any, limits: Limits) -> tuple[list[EngineRequest], bool
     params = _spread(body.get("sampling_params") or {}, count, "sampling_params", dict)
     rids = _spread_rids(body.get("rid"), count)
     want = _spread(body.get("return_sampling_mask") or False, count, "return_sampling_mask", bool)
-    requests = [_request(rids[i], prompts[i], params[i], want[i], limits) for i in range(count)]
+    requests = []
+    last: dict[str, Any] | None = None
+    for i in range(count):
+        given = params[i]
+        if "sampling_seed" in given:
+            given = given.copy()
+            seed = _seed(given.pop("sampling_seed"))
+        else:
+            seed = secrets.randbits(64)
+        if given != last:
+            last, sampling = given, _sampling(given, limits)
+        _check_room(len(prompts[i]), sampling.max_new, limits)
+        requests.append(EngineRequest(rids[i], prompts[i], sampling, seed, want[i]))
     return requests, batched
 
 
@@ -202,39 +221,40 @@ def _integer(params: Mapping[str, Any], key: str, default: int, lo: int, hi: int
     return value
 
 
-def _request(
-    rid: str, input_ids: np.ndarray, params: Mapping[str, Any], want_support: bool, limits: Limits
-) -> EngineRequest:
+def _seed(value: Any) -> int:
+    if value is None:
+        return secrets.randbits(64)
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 64:
+        raise BadRequest(f"sampling_params.sampling_seed: {value!r} is not an integer of 64 bits")
+    return value & ((1 << 64) - 1)
+
+
+def _check_room(prompt: int, max_new: int, limits: Limits) -> None:
+    most = min(limits.context_length, limits.max_total_tokens)
+    if prompt + max_new > most:
+        raise BadRequest(
+            f"sampling_params.max_new_tokens: prompt {prompt} + new {max_new} tokens is above the limit {most}; "
+            "shorten one, or raise engine.context_length or engine.max_total_tokens"
+        )
+
+
+def _sampling(params: Mapping[str, Any], limits: Limits) -> Sampling:
     unknown = params.keys() - _PARAM_KEYS
     if unknown:
         raise BadRequest(_unknown(unknown, "sampling_params"))
     if params.get("n", 1) != 1:
         raise BadRequest("sampling_params.n: send the prompt n times, each with its own sampling_seed")
-    room = min(limits.context_length, limits.max_total_tokens) - len(input_ids)
-    max_new = _integer(params, "max_new_tokens", 128, 1, 1 << 31)
-    if max_new > room:
-        raise BadRequest(
-            f"sampling_params.max_new_tokens: prompt {len(input_ids)} + new {max_new} tokens is above the limit "
-            f"{len(input_ids) + room}; shorten one, or raise engine.context_length or engine.max_total_tokens"
-        )
     stops = params.get("stop_token_ids") or []
     if not isinstance(stops, list) or not set(map(type, stops)) <= {int}:
         raise BadRequest("sampling_params.stop_token_ids: expected a list of token ids")
     ignore_eos = params.get("ignore_eos") or False
-    seed = _integer(params, "sampling_seed", -1, -(1 << 63), (1 << 64) - 1)
-    if params.get("sampling_seed") is None:
-        seed = secrets.randbits(64)
-    return EngineRequest(
-        rid=rid,
-        input_ids=input_ids,
-        max_new=max_new,
+    return Sampling(
+        max_new=_integer(params, "max_new_tokens", 128, 1, 1 << 31),
         temperature=_number(params, "temperature", 1.0, 0.0, 1e4),
         top_p=_number(params, "top_p", 1.0, 1e-9, 1.0),
         top_k=_integer(params, "top_k", -1, -1, 1 << 31),
         min_p=_number(params, "min_p", 0.0, 0.0, 1.0),
         stop_ids=tuple(stops) if ignore_eos else (*limits.eos_ids, *stops),
-        seed=seed & ((1 << 64) - 1),
-        want_support=want_support,
     )
 
 

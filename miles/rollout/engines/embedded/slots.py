@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import numpy as np
 
 from miles.rollout.engines.embedded.pages import PAGE, SCRATCH
@@ -33,34 +36,41 @@ class Slots:
         self.tokens = np.zeros((capacity, 64), dtype=np.int64)
         self.log_probs = np.zeros((capacity, 64), dtype=np.float32)
 
-    def take(self, request: EngineRequest, pages: list[int], version: int) -> int:
+    def take(self, request: EngineRequest, pages: list[int]) -> int:
+        """Reserve a slot; `fill` must follow before anything is computed in it."""
         slot = self.free.pop()
         self.request[slot] = request
         self.pages[slot] = pages
-        self.stops = _widened(self.stops, len(request.stop_ids), -1)
-        self.tables = _widened(self.tables, len(pages), SCRATCH)
-        # One more than max_new: a retraction may come right after the last token that fits.
-        self.tokens = _widened(self.tokens, request.max_new, 0)
-        self.log_probs = _widened(self.log_probs, request.max_new, 0)
-        carried = len(request.carried_tokens)
-        self.length[slot] = len(request.input_ids) + carried
-        self.produced[slot] = carried
-        if carried:
-            self.tokens[slot, :carried] = request.carried_tokens
-            self.log_probs[slot, :carried] = request.carried_log_probs
-        self.max_new[slot] = request.max_new
-        self.kv_version[slot] = version
-        self.temperature[slot] = request.temperature
-        self.top_p[slot] = request.top_p
-        self.top_k[slot] = request.top_k
-        self.min_p[slot] = request.min_p
-        self.seed[slot] = request.seed
-        self.want_support[slot] = request.want_support
-        self.stops[slot] = -1
-        self.stops[slot, : len(request.stop_ids)] = request.stop_ids
-        self.tables[slot] = SCRATCH
-        self.tables[slot, : len(pages)] = pages
         return slot
+
+    def fill(self, slots: list[int], version: int) -> None:
+        """Write the rows of slots just taken, all at once."""
+        requests: list[EngineRequest] = [self.request[slot] for slot in slots]  # type: ignore[misc]
+        params = [r.sampling for r in requests]
+        pages = [self.pages[slot] for slot in slots]
+        index = np.array(slots, dtype=np.int64)
+        self.stops = _widened(self.stops, max(len(p.stop_ids) for p in params), -1)
+        self.tables = _widened(self.tables, max(map(len, pages)), SCRATCH)
+        longest = max(p.max_new for p in params)
+        self.tokens = _widened(self.tokens, longest, 0)
+        self.log_probs = _widened(self.log_probs, longest, 0)
+        carried = np.array([len(r.carried_tokens) for r in requests])
+        self.length[index] = carried + [len(r.input_ids) for r in requests]
+        self.produced[index] = carried
+        self.max_new[index] = [p.max_new for p in params]
+        self.kv_version[index] = version
+        self.temperature[index] = [p.temperature for p in params]
+        self.top_p[index] = [p.top_p for p in params]
+        self.top_k[index] = [p.top_k for p in params]
+        self.min_p[index] = [p.min_p for p in params]
+        self.seed[index] = np.array([r.seed for r in requests], dtype=np.uint64)
+        self.want_support[index] = [r.want_support for r in requests]
+        self.stops[index] = _rectangle([p.stop_ids for p in params], self.stops.shape[1], -1)
+        self.tables[index] = _rectangle(pages, self.tables.shape[1], SCRATCH)
+        for i in np.flatnonzero(carried):
+            n, slot = int(carried[i]), slots[i]
+            self.tokens[slot, :n] = requests[i].carried_tokens
+            self.log_probs[slot, :n] = requests[i].carried_log_probs
 
     def give_back(self, slot: int) -> list[int]:
         """Free the slot; returns its pages, which the caller releases."""
@@ -91,12 +101,13 @@ class Slots:
         return stopped, at + 1 >= self.max_new[slots]
 
     def cached_content(self, slot: int) -> list[bytes]:
-        """Tokens of each full page whose keys and values are complete."""
+        """Tokens of each full page whose keys and values are complete; empty when no page filled since the prompt."""
         request = self.request[slot]
         assert request is not None
-        produced = int(self.produced[slot])
         complete = int(self.length[slot]) - 1
-        tokens = np.concatenate((request.input_ids, self.tokens[slot, :produced]))[:complete]
+        if complete // PAGE == len(request.input_ids) // PAGE:
+            return []
+        tokens = np.concatenate((request.input_ids, self.tokens[slot, : int(self.produced[slot])]))[:complete]
         return page_contents(tokens)
 
 
@@ -116,3 +127,11 @@ def _widened(array: np.ndarray, columns: int, fill: int) -> np.ndarray:
     wider = np.full((array.shape[0], max(columns, 2 * array.shape[1])), fill, dtype=array.dtype)
     wider[:, : array.shape[1]] = array
     return wider
+
+
+def _rectangle(rows: Sequence[Sequence[int]], columns: int, fill: int) -> np.ndarray:
+    """Rows of different lengths as int64 [n, columns]."""
+    lengths = np.array([len(row) for row in rows])
+    table = np.full((len(rows), columns), fill, dtype=np.int64)
+    table[np.arange(columns)[None, :] < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64)
+    return table
