@@ -148,7 +148,7 @@ def tune(problem: Problem) -> Tuning:
         (
             fused,
             ("fused_warps", "fused_depth", "fused_programs_per_sm"),
-            ((16, 4, 2), (16, 8, 2), (8, 8, 2), (8, 16, 2), (8, 8, 3), (16, 4, 1)),
+            ((16, 4, 2), (16, 2, 2), (16, 8, 2), (8, 8, 2), (8, 16, 2), (8, 4, 3), (32, 4, 1)),
         ),
     ]
     for call, names, shapes in grids:
