@@ -1,0 +1,92 @@
+"""The fleet simulation: more load means longer queues, same seed means same numbers, crons fire on time."""
+
+from __future__ import annotations
+
+import pytest
+
+from ci.errors import UsageError
+from ci.fleet import Fleet
+from ci.plan.model import Plan, Shard, SuitePlan
+from ci.plan.simulate import Load, cron_times, demands, percentile, simulate
+from tests.fast.ci.helpers.trees import REPOSITORY
+
+FLEET = Fleet.load(REPOSITORY / "registry.yaml")
+HOUR = 3600.0
+
+
+def plan(cadence: str, load_s: int, shards: int = 1) -> Plan:
+    pool = FLEET.pools["h200-8gpu"]
+    made = tuple(
+        Shard(
+            "stage-c-8-gpu-h200",
+            i + 1,
+            shards,
+            "cuda",
+            "h200",
+            "h200-8gpu",
+            tuple(pool.labels),
+            8,
+            load_s * 1000,
+            7200,
+            (),
+        )
+        for i in range(shards)
+    )
+    suites = (
+        SuitePlan("stage-a-cpu", "cpu", 1, 1, None, 180_000, 180_000, 1.0, 420_000, 120_000, ()),
+        SuitePlan("stage-c-8-gpu-h200", "cuda", 1, shards, None, 0, 0, 1.0, 0, 0, ()),
+    )
+    return Plan(cadence, (), cadence != "regular", False, None, None, suites, made, (), ())
+
+
+def run(arrivals: float, load_s: int = 1800, **fields: object):
+    load = Load(arrivals_per_hour=arrivals, hours=48, seeds=3, **fields)  # type: ignore[arg-type]
+    report = simulate(FLEET, lambda cadence, labels: plan(cadence, load_s), load)
+    return report, next(pool for pool in report.pools if pool.pool == "h200-8gpu")
+
+
+def test_the_same_seed_gives_the_same_numbers() -> None:
+    assert run(3.0)[0] == run(3.0)[0]
+
+
+def test_waits_and_use_grow_with_load() -> None:
+    calm, busy, over = (run(rate)[1] for rate in (0.5, 3.0, 8.0))
+    assert calm.utilisation < busy.utilisation < over.utilisation <= 1.0
+    assert calm.wait_p95_s <= busy.wait_p95_s < over.wait_p95_s
+    assert calm.wait_p50_s == 0.0
+
+
+def test_utilisation_is_offered_load_over_runners_when_nothing_saturates() -> None:
+    report, pool = run(1.0, cadences=("regular",))
+    offered = 1.0 * (FLEET.suites["stage-c-8-gpu-h200"].setup_seconds + 1800) / HOUR / FLEET.pools["h200-8gpu"].count
+    assert pool.utilisation == pytest.approx(offered, rel=0.25)
+    assert report.gpu_hours_per_week["regular"] == pytest.approx(168 * (2100 / HOUR) * 8, rel=0.25)
+
+
+def test_a_gated_shard_waits_for_the_cpu_stage_unless_fast_fail_is_bypassed() -> None:
+    assert demands(plan("regular", 60), FLEET)[0].delay_s == 300.0
+    assert demands(plan("nightly", 60), FLEET)[0].delay_s == 0.0
+    assert demands(plan("regular", 60), FLEET)[0].service_s == 360.0
+
+
+def test_nightly_and_weekly_fire_by_their_crons() -> None:
+    day = 86_400.0
+    nightly = cron_times(FLEET.cadences["nightly"].crons[0], 7 * day)
+    weekly = cron_times(FLEET.cadences["weekly"].crons[0], 7 * day)
+    # Monday is day 0: nightly runs Monday to Friday and Sunday, weekly on Saturday, all at 15:00.
+    assert nightly == [index * day + 15 * HOUR for index in (0, 1, 2, 3, 4, 6)]
+    assert weekly == [5 * day + 15 * HOUR]
+    assert cron_times("*/30 8-9 * * 1", day) == [8 * HOUR, 8.5 * HOUR, 9 * HOUR, 9.5 * HOUR]
+    with pytest.raises(UsageError, match="days of the month"):
+        cron_times("0 0 1 * *", day)
+
+
+def test_percentiles_are_observed_values() -> None:
+    assert [percentile([3, 1, 2, 4], share) for share in (0.5, 0.95, 0.25)] == [2, 4, 1]
+    assert percentile([], 0.5) == 0.0
+
+
+@pytest.mark.parametrize("fields", [{"arrivals_per_hour": -1}, {"hours": 0}, {"seeds": 0}, {"label_share": 1.5}])
+def test_senseless_loads_are_refused(fields: dict) -> None:
+    with pytest.raises(UsageError):
+        simulate(FLEET, lambda cadence, labels: plan(cadence, 1), Load(**fields))
