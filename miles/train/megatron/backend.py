@@ -191,7 +191,7 @@ class MegatronBackend:
             optimizer_steps={label: trained.optimizer.steps for label, trained in self.models.items()},
             family=self.family.name,
             mesh=self.config.parallel.model_dump(),
-            versions={name: metadata.version(name) for name in ("torch", "megatron-core")},
+            versions=_versions(),
             files=files,
             extra=extra,
             settings={"precision": self.config.precision, "spec": asdict(self.choice), "hf_config": self.hf_config},
@@ -229,6 +229,21 @@ class MegatronBackend:
 
     def wake(self) -> None:
         """Undo `sleep`."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.mesh.layout.world_size > 1:
+            dist.barrier()
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a step to repeat bit for bit: mesh, device, versions."""
+        device = "cpu" if self.platform.is_cpu else torch.cuda.get_device_name(self.platform.device)
+        return {
+            "mesh": self.config.parallel.model_dump(),
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "versions": _versions(),
+        }
 
     def close(self) -> None:
         """Leave the mesh."""
@@ -272,6 +287,10 @@ class MegatronBackend:
             pieces = np.split(scores.float().cpu().numpy(), np.cumsum(micro_batch.token_counts)[:-1])
             arrays += [piece for index, piece in zip(micro_batch.sample_index, pieces, strict=True) if index >= 0]
         return arrays
+
+
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("torch", "megatron-core")}
 
 
 def critic_optimizer(policy: OptimizerConfig, lr: float) -> OptimizerConfig:

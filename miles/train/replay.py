@@ -1,0 +1,157 @@
+"""Record one optimizer step so that it can be run again, and run it again: bit for bit, or close.
+
+`record_step` stands in for `backend.step`: it writes a checkpoint of the state before the step beside the bundle,
+takes the step, and closes the bundle with what came out. `replay_step` loads that checkpoint into a fresh backend,
+repeats the step and compares. The format on disk is `miles.data.replay`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from miles.data.batch import RankBatch
+from miles.data.replay import (
+    Bundle,
+    RankRecord,
+    ReplayError,
+    array_sha256,
+    finish_bundle,
+    load_bundle,
+    open_bundle,
+    write_rank,
+)
+
+if TYPE_CHECKING:
+    from miles.train.megatron.backend import MegatronBackend
+
+COMPARED = ("train/loss", "train/grad_norm", "train/value_loss")
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """`differences` is empty when the step was reproduced; each entry names what differs and both values."""
+
+    step: int
+    mode: str
+    results: Mapping[str, float]
+    recorded: Mapping[str, float]
+    differences: tuple[str, ...]
+
+    @property
+    def reproduced(self) -> bool:
+        return not self.differences
+
+
+def record_step(
+    backend: MegatronBackend, batch: RankBatch, root: Path, *, step: int, manifest: Mapping[str, Any]
+) -> dict[str, float]:
+    """`backend.step(batch)`, recorded as `root/step_<n>` with its checkpoint in `root/step_<n>.checkpoint`.
+
+    Collective. `manifest`: what the caller knows (recipe, seeds, weight version, model folder); JSON.
+    """
+    layout = backend.parallel_layout
+    root = Path(root)
+    folder = root / f"step_{step}.tmp"
+    if layout.rank == 0:
+        open_bundle(root, step)
+    backend.save(root / f"step_{step}.checkpoint", extra={"step": step})
+    before = parameter_hashes(backend)
+    metrics = backend.step(batch)
+    write_rank(
+        folder,
+        layout.rank,
+        RankRecord(batch, sha256_before=before, sha256_after=parameter_hashes(backend), results=metrics),
+    )
+    backend.barrier()
+    if layout.rank == 0:
+        facts = {"step": step, "checkpoint": f"step_{step}.checkpoint", **backend.identity(), **manifest}
+        finish_bundle(folder, facts)
+    backend.barrier()
+    return metrics
+
+
+def replay_step(folder: Path, backend: MegatronBackend, *, mode: Literal["bit", "close"] = "bit") -> ReplayReport:
+    """Run the recorded step on a fresh, initialised backend. Collective; every rank gets its own comparison.
+
+    bit: same mesh, device and versions, else a `ReplayError` that names what differs; parameters must come out with
+    the recorded hashes. close: loss and gradient norm to 1e-5 (fp32) or 1e-2 (bf16); any mesh whose data-parallel
+    size is the recorded one or 1.
+    """
+    folder = Path(folder)
+    bundle = load_bundle(folder)
+    if mode == "bit":
+        _require_identity(bundle, backend, folder)
+    batch = _batch_for(bundle, backend)
+    if backend.load_checkpoint(folder.parent / bundle.manifest["checkpoint"]) is None:
+        raise ReplayError(f"{folder.parent / bundle.manifest['checkpoint']}: the checkpoint of the step is missing")
+    record = bundle.ranks[backend.parallel_layout.rank if mode == "bit" else min(bundle.ranks)]
+    differences = []
+    if mode == "bit":
+        differences += _differing(parameter_hashes(backend), record.sha256_before, "before the step")
+    results = backend.step(batch)
+    if mode == "bit":
+        differences += _differing(parameter_hashes(backend), record.sha256_after, "after the step")
+    differences += _result_differences(results, record.results, mode, backend.config.precision)
+    return ReplayReport(bundle.manifest["step"], mode, results, record.results, tuple(differences))
+
+
+def parameter_hashes(backend: MegatronBackend) -> dict[str, str]:
+    """sha256 of each fp32 master weight of this rank, by model and megatron-core name."""
+    return {
+        f"{label}/{name}": array_sha256(tensor.cpu().numpy())
+        for label, trained in backend.models.items()
+        for name, tensor in trained.optimizer.master_tensors().items()
+    }
+
+
+def _require_identity(bundle: Bundle, backend: MegatronBackend, folder: Path) -> None:
+    wrong = [
+        f"{key} is {value!r} here but {bundle.manifest.get(key)!r} in the bundle"
+        for key, value in backend.identity().items()
+        if bundle.manifest.get(key) != value
+    ]
+    if wrong:
+        raise ReplayError(f"{folder}: cannot be replayed bit for bit: {'; '.join(wrong)}; use --mode close")
+
+
+def _batch_for(bundle: Bundle, backend: MegatronBackend) -> RankBatch:
+    """This rank's batch; a single data-parallel rank takes the micro-batches of all recorded ones."""
+    by_index = {record.batch.dp_rank: record.batch for record in bundle.ranks.values()}
+    layout = backend.parallel_layout
+    recorded = next(iter(by_index.values())).dp_size
+    if layout.dp_size == recorded:
+        return by_index[layout.dp_rank]
+    if layout.dp_size != 1:
+        raise ReplayError(
+            f"the step was recorded with dp={recorded} and cannot be dealt out to dp={layout.dp_size}; "
+            f"use dp={recorded} or dp=1"
+        )
+    micro_batches = tuple(item for index in sorted(by_index) for item in by_index[index].micro_batches)
+    return RankBatch(0, 1, micro_batches, by_index[min(by_index)].denominators)
+
+
+def _differing(got: Mapping[str, str], recorded: Mapping[str, str], when: str) -> list[str]:
+    return [
+        f"parameter {name} {when}: sha256 {got.get(name, 'absent')[:12]}, recorded {recorded.get(name, 'absent')[:12]}"
+        for name in sorted(got.keys() | recorded.keys())
+        if got.get(name) != recorded.get(name)
+    ]
+
+
+def _result_differences(
+    results: Mapping[str, float], recorded: Mapping[str, float], mode: str, precision: str
+) -> list[str]:
+    names = [name for name in COMPARED if name in results or name in recorded]
+    tolerance = 0.0 if mode == "bit" else TOLERANCE[precision]
+    return [
+        f"{name}: {results.get(name)!r}, recorded {recorded.get(name)!r}"
+        for name in names
+        if not math.isclose(
+            results.get(name, math.nan), recorded.get(name, math.nan), rel_tol=tolerance, abs_tol=tolerance
+        )
+    ]
