@@ -10,17 +10,26 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_model(folder: Path, family: str) -> Path:
     """Vocabulary 16 (pad 0, eos 1), 2 layers, peaked distributions, so that differences would show."""
     from miles.data.tokenizer import build_char_tokenizer
     from miles.models.config import ModelShape
     from miles.models.create import create_checkpoint
 
-    folder = tmp_path_factory.mktemp("model")
     build_char_tokenizer("0123456789=+-*", folder / "tokenizer")
     shape = ModelShape(init_std=0.15)
-    return create_checkpoint(folder / "model", shape=shape, tokenizer_dir=folder / "tokenizer", seed=0)
+    return create_checkpoint(folder / "model", family=family, shape=shape, tokenizer_dir=folder / "tokenizer", seed=0)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8 experts, 2 of them for a token."""
+    return make_model(tmp_path_factory.mktemp("moe"), "qwen3_moe")
 
 
 @pytest.fixture(scope="module")

@@ -110,3 +110,13 @@ def test_a_cached_prefix_changes_nothing_but_the_count(local_engine):
     longer = prompt + first.tokens + [4, 5, 6, 7]
     assert engine.generate([longer], params)[0].cached_tokens == 32
     assert engine.generate([[*longer, 2]], params)[0].cached_tokens == 48
+
+
+def test_a_token_of_a_mixture_of_experts_does_not_depend_on_its_companions(tiny_moe):
+    engine = LocalEngine(tiny_moe, share_prefixes=False)
+    try:
+        batch = _mixed_batch(24, longest=60)
+        together = results(engine, batch)
+        assert [results(engine, [one])[0] for one in batch[:8]] == together[:8]
+    finally:
+        engine.close()

@@ -7,13 +7,26 @@ import random
 import numpy as np
 import pytest
 import torch
+from inprocess import LocalEngine
+
+
+@pytest.fixture(scope="module", params=["tiny_model", "tiny_moe"])
+def folder(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_model):
-    from transformers import Qwen3ForCausalLM
+def reference(folder):
+    from transformers import AutoModelForCausalLM
 
-    return Qwen3ForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    engine = LocalEngine(folder)
+    yield engine
+    engine.close()
 
 
 def full_forward(reference, prompt, tokens, temperature):
@@ -24,21 +37,21 @@ def full_forward(reference, prompt, tokens, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_equal_a_full_forward_pass(local_engine, reference, temperature):
+def test_log_probs_equal_a_full_forward_pass(engine, reference, temperature):
     rng = random.Random(3)
     prompts = [[rng.randrange(2, 16) for _ in range(length)] for length in (1, 4, 15, 16, 17, 100, 300)]
     params = [
         {"max_new_tokens": 40, "temperature": temperature, "sampling_seed": i, "ignore_eos": True}
         for i in range(len(prompts))
     ]
-    for prompt, output in zip(prompts, local_engine().generate(prompts, params), strict=True):
+    for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
         expected = full_forward(reference, prompt, output.tokens, temperature)
         assert np.abs(np.array(output.log_probs) - expected).max() <= 1e-5
 
 
-def test_greedy_equals_transformers_generate(local_engine, reference):
+def test_greedy_equals_transformers_generate(engine, reference):
     prompt = [5, 9, 2, 12]
-    output = local_engine().generate([prompt], [{"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}])[0]
+    output = engine.generate([prompt], [{"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}])[0]
     with torch.no_grad():
         expected = reference.generate(
             torch.tensor([prompt]),

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from miles.rollout.engines.embedded.models.qwen3 import Qwen3
+from miles.rollout.engines.embedded.models.qwen3_moe import Qwen3Moe
 from miles.rollout.engines.embedded.models.storage import ParameterStore
 from miles.rollout.errors import EngineModelError
 
@@ -36,7 +37,7 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-FAMILIES: dict[str, Callable[..., Model]] = {"qwen3": Qwen3.from_config}
+FAMILIES: dict[str, Callable[..., Model]] = {"qwen3": Qwen3.from_config, "qwen3_moe": Qwen3Moe.from_config}
 
 
 def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device, context: int | None) -> Model:

@@ -138,6 +138,7 @@ class Qwen3:
     """`hidden_states(tokens [n], positions [n], attend)` -> [n, hidden]; `logits(rows)` -> float32 [n, vocab]."""
 
     layer_class = Layer
+    shape_class = Qwen3Shape
 
     def __init__(self, shape: Qwen3Shape, *, dtype: torch.dtype, device: torch.device, context: int | None) -> None:
         if context is not None and context > shape.max_positions:
@@ -161,7 +162,7 @@ class Qwen3:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> Qwen3:
-        return cls(Qwen3Shape.from_config(config), **options)
+        return cls(cls.shape_class.from_config(config), **options)
 
     def _rotation_table(self) -> tuple[torch.Tensor, torch.Tensor]:
         # A table, not cos() of each batch: a vectorised cos() may round differently at a row's other position.
