@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,8 @@ from rich.console import Console
 
 from miles.config import environment
 from miles.config.errors import ConfigError, MilesError
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="miles",
@@ -53,7 +56,13 @@ def train(
         console.print(f"{finding.severity}: {finding}", highlight=False, markup=False, soft_wrap=True)
     from miles.orchestrate.train import train as run
 
-    outcome = run(loaded, overrides or [], fresh=fresh, console=console)
+    # A scheduler's polite stop is handled like Ctrl-C: everything is taken down, nothing finished is lost.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        outcome = run(loaded, overrides or [], fresh=fresh, console=console)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; run the same command again to resume", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     console.print(outcome.line, highlight=False, soft_wrap=True)
 
 
@@ -112,16 +121,13 @@ def recipe_list(folder: Annotated[Path, typer.Argument(help="folder of recipes")
 
 
 def main() -> None:
-    """Entry point: errors of ours print their text and exit with their code; an interrupt exits with 130."""
+    """Entry point: errors of ours print their text and exit with their code."""
     try:
         environment.refuse_unknown()
         app(standalone_mode=True)
     except MilesError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; run the same command again to resume\n")
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class PlainProgress:
         self._last = 0.0
 
     def stage(self, text: str) -> None:
-        self._console.print(f"{self._name}: {text}", highlight=False, markup=False)
+        self._console.print(f"{self._name}: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def step(self, row: dict[str, Any]) -> None:
         now = time.monotonic()

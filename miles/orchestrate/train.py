@@ -45,7 +45,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     with claimed(locate(recipe, overrides), recipe, fresh=fresh) as folder:
         finished = folder.read_result()
         if finished is not None:
-            console.print(f"{folder.path}: this run is finished; --fresh starts it over", highlight=False)
+            console.print(f"{folder.path}: this run is finished; --fresh starts it over", highlight=False, soft_wrap=True)
             return Outcome(finished["line"], finished)
         model_dir = prepare_model(recipe, folder)
         cpus = recipe.train.parallel.world_size + recipe.engine.count

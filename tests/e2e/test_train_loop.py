@@ -1,0 +1,103 @@
+"""The real loop on CPU: Ray, megatron-core on gloo, the embedded engine over HTTP.
+
+One uninterrupted run is the reference of every comparison; kills at many random points are in test_kill_resume.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+from ci.declare import register_cpu_ci
+
+register_cpu_ci(est_time=150, suite="stage-b-cpu")
+
+STEPS = ("run.steps=12", "run.checkpoint_every=4", "run.evaluate_prompts=8", "expect={}")
+REQUIRED = ("step", "rollout/reward_mean", "train/loss", "train/grad_norm", "mismatch/abs_diff_mean", "time/step")
+
+
+def test_a_run_leaves_everything_a_user_needs(reference):
+    done, folder, rows = reference.done, reference.folder, reference.rows
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^whole: reward 0\.\d+ -> 0\.\d+ in [\d.]+ s \(12 steps\)$", done.stdout, re.MULTILINE)
+    assert [row["step"] for row in rows] == list(range(12))
+    assert all(key in row for row in rows for key in REQUIRED)
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert (folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    assert "plotly" in (folder / "reward.html").read_text()
+    assert json.loads((folder / "result.json").read_text())["steps"] == 12
+    assert (folder / "checkpoints" / "iter_12" / "COMPLETE").exists()
+
+
+def test_trainer_and_engine_log_probs_agree_at_every_step(reference):
+    assert max(row["mismatch/abs_diff_max"] for row in reference.rows) <= 1e-5
+
+
+def test_transformers_loads_the_exported_model(reference):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(reference.folder / "hf_model")
+    tokenizer = AutoTokenizer.from_pretrained(reference.folder / "hf_model")
+    logits = model(tokenizer("123=", return_tensors="pt")["input_ids"]).logits
+    assert logits.shape[-1] == len(tokenizer)
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("parallel", ["tp", "dp"])
+def test_two_ranks_take_the_same_first_step_as_one(runs, reference, parallel):
+    two = runs.run("two", "run.steps=1", "run.evaluate_prompts=0", "expect={}", f"train.parallel.{parallel}=2")
+    assert two.returncode == 0, two.stderr
+    first, second = reference.rows[0], runs.rows("two")[0]
+    assert second["rollout/reward_mean"] == first["rollout/reward_mean"]
+    for key in ("train/loss", "train/grad_norm"):
+        assert second[key] == pytest.approx(first[key], abs=1e-5, rel=1e-5)
+
+
+def test_two_runs_at_once_do_not_meet(runs, reference):
+    together = [runs.start(name, *STEPS) for name in ("left", "right")]
+    for process in together:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    assert runs.curve("left") == reference.curve
+    assert runs.curve("right") == reference.curve
+
+
+@pytest.mark.parametrize("role", ["trainer", "engine", "driver"])
+def test_killed_process_ends_the_run_and_the_same_command_resumes_the_same_curve(runs, reference, role):
+    process = runs.start("killed", *STEPS)
+    runs.wait_for_step("killed", 5, process)
+    runs.processes(process)[role][0].kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0, err
+    if role == "trainer":
+        assert "run the same command again to resume" in err
+    resumed = runs.run("killed", *STEPS)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming after step 4" in resumed.stdout
+    assert runs.curve("killed") == reference.curve
+
+
+def test_interrupt_ends_cleanly_and_a_second_run_in_the_folder_is_refused(runs):
+    first = runs.start("same", "run.steps=4000")
+    runs.wait_for_step("same", 0, first)
+    second = runs.run("same", "run.steps=4000")
+    assert second.returncode == 2
+    assert f"a run with process id {first.pid} is using this folder" in second.stderr
+    os.kill(first.pid, signal.SIGINT)
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == 130, err
+    assert "run the same command again to resume" in err
+
+
+def test_finished_run_is_reported_and_a_missed_expectation_fails_the_command(runs):
+    options = ("run.steps=1", "run.evaluate_prompts=0", "run.tensorboard=false")
+    missed = runs.run("low", *options)
+    assert missed.returncode == 1
+    assert "rollout/reward_mean: mean of the last 1 steps" in missed.stderr
+    again = runs.run("low", *options)
+    assert "this run is finished" in again.stdout
