@@ -23,12 +23,12 @@ class Tuning:
     """Launch shapes, measured on an H200 at V = 151,936 (benchmarks/logprobs.py)."""
 
     stats_warps: int = 8
-    stats_depth: int = 8
+    stats_depth: int = 4
     gradient_warps: int = 4
-    gradient_block: int = 2048
-    fused_warps: int = 16
+    gradient_block: int = 4096
+    fused_warps: int = 32
     fused_depth: int = 4
-    fused_programs_per_sm: int = 2
+    fused_programs_per_sm: int = 1
 
 
 DEFAULT_TUNING = Tuning()
