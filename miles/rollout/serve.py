@@ -1,0 +1,36 @@
+"""`miles serve engine` and `miles serve router`: run one in the foreground until interrupted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles.rollout.config import EngineConfig, RouterConfig
+
+
+def serve_engine(config: EngineConfig, model_dir: Path, *, weight_version: int = 0) -> int:
+    """The embedded engine on `config.host:port`; prints {"url", "pid"} as one JSON line. Returns the exit code."""
+    command = [sys.executable, "-m", "miles.rollout.engines.embedded", "--config-json", config.model_dump_json()]
+    command += ["--model", str(model_dir), "--weight-version", str(weight_version)]
+    try:
+        return subprocess.run(command, check=False).returncode
+    except KeyboardInterrupt:
+        return 130
+
+
+def serve_router(config: RouterConfig, workers: Sequence[str]) -> int:
+    """A router over engines at `workers`; prints {"url"} as one JSON line."""
+    import json
+
+    import uvicorn
+
+    from miles.rollout.http_server import listen, url_of
+    from miles.rollout.router import Router
+
+    listener = listen(config.host, config.port, option="router.port")
+    print(json.dumps({"url": url_of(listener)}), flush=True)
+    app = Router(config, workers).app()
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")).run(sockets=[listener])
+    return 0
