@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -131,6 +132,10 @@ class MegatronBackend:
         non-finite values under `nonfinite: skip_step`, changes nothing and reports `train/step_skipped` 1."""
         if batch.skip:
             return {"train/step_skipped": 1.0}
+        with self._bounded("the training step"):
+            return self._step(batch)
+
+    def _step(self, batch: RankBatch) -> dict[str, float]:
         inputs = self._inputs(batch)
         sums, norm = self.policy.gradient(inputs, self._objective)
         metrics = sums.finish() | {"train/grad_norm": norm}
@@ -170,16 +175,17 @@ class MegatronBackend:
         return self.policy.full_parameters()
 
     def export_hf(self, directory: Path) -> None:
-        """Write an HF folder (atomic): weights, config.json, tokenizer files of the model folder."""
-        tensors = self.state_for_sync()
+        """Write an HF folder (atomic): fp32 masters in the dtype that config.json states, config and tokenizer files."""
+        tensors = self.policy.full_masters()
         if self.mesh.layout.rank != 0:
             for _ in tensors:
                 pass
             return
+        dtype = getattr(torch, str(self.hf_config.get("dtype") or self.hf_config.get("torch_dtype") or "float32"))
         with FolderWriter(Path(directory)) as folder:
             copy_tokenizer_files(self.model_dir, folder)
             write_json(folder / "config.json", self.hf_config)
-            write_shards(folder, tensors)
+            write_shards(folder, ((name, tensor.to(dtype)) for name, tensor in tensors))
 
     def save(self, directory: Path, *, extra: dict[str, Any]) -> Path:
         """Write `iter_<n>` below `directory`, n = extra["step"] or the optimizer's step count. Collective, atomic."""
@@ -249,6 +255,9 @@ class MegatronBackend:
         """Leave the mesh."""
         mesh.leave()
 
+    def _bounded(self, what: str) -> AbstractContextManager[None]:
+        return mesh.bounded(what, self.mesh.layout.rank, self.config.timeout_s)
+
     def _inputs(self, batch: RankBatch) -> list[ModelInput]:
         parallel, count = self.config.parallel, len(batch.micro_batches)
         if parallel.vpp is not None and count % parallel.pp:
@@ -282,8 +291,10 @@ class MegatronBackend:
         trained: TrainedModel,
         read: Callable[[ModelInput, torch.Tensor], torch.Tensor],
     ) -> list[np.ndarray]:
+        with self._bounded("scoring"):
+            results = trained.scores(self._inputs(batch), read)
         arrays: list[np.ndarray] = []
-        for micro_batch, scores in zip(batch.micro_batches, trained.scores(self._inputs(batch), read), strict=True):
+        for micro_batch, scores in zip(batch.micro_batches, results, strict=True):
             pieces = np.split(scores.float().cpu().numpy(), np.cumsum(micro_batch.token_counts)[:-1])
             arrays += [piece for index, piece in zip(micro_batch.sample_index, pieces, strict=True) if index >= 0]
         return arrays

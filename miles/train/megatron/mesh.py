@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -120,6 +122,25 @@ def _lay_out(parallel: ParallelConfig, rank: int, world_size: int, timeout_s: fl
         expert_dp=ps.get_expert_data_parallel_group(),
         expert_model_parallel=ps.get_expert_tensor_model_pipeline_parallel_group(),
     )
+
+
+@contextmanager
+def bounded(what: str, rank: int, timeout_s: float) -> Iterator[None]:
+    """Turn a collective that failed because another rank is gone or late into one clear error."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        lost = isinstance(error, dist.DistError) or any(mark in str(error).lower() for mark in _LOST_PEER)
+        if not lost:
+            raise
+        raise TrainError(
+            f"rank {rank}: {what} stopped because another rank died or did not answer within {timeout_s:g} s; "
+            f"look at the other ranks' logs, then resume from the last checkpoint ({error})"
+        ) from error
+
+
+# How gloo and NCCL word a lost or late peer.
+_LOST_PEER = ("gloo", "connection closed by peer", "connection reset by peer", "timed out", "nccl", "broken pipe")
 
 
 def leave() -> None:

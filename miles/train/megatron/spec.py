@@ -21,22 +21,20 @@ class SpecChoice:
 
 
 def choose_spec(config: MegatronConfig, platform: Platform) -> SpecChoice:
-    """Resolve `auto`; asking for Transformer Engine where it cannot run is an error."""
-    has_te = not platform.is_cpu and importlib.util.find_spec("transformer_engine") is not None
+    """Resolve `auto` to the local layers and the own attention (docs/decisions/0103); `te` is refused with the reason."""
     for option, value in (("spec", config.spec), ("attention", config.attention)):
-        if value == "te" and not has_te:
+        if value != "te":
+            continue
+        if platform.is_cpu or importlib.util.find_spec("transformer_engine") is None:
             raise PlatformError(
                 f"train.megatron.{option} is te but Transformer Engine is not usable here "
-                f"(device {platform.device.type}); install it on a GPU machine or use auto"
+                f"(device {platform.device.type}); use auto"
             )
-    layers = config.spec if config.spec != "auto" else ("te" if has_te else "local")
-    attention = config.attention if config.attention != "auto" else ("te" if layers == "te" else "own")
-    if layers != "local" or attention != "own":
         raise PlatformError(
-            "Transformer Engine layers are not wired to the weight maps yet; "
-            "set train.megatron.spec=local and train.megatron.attention=own"
+            f"train.megatron.{option} is te but the weight maps have no rows for Transformer Engine's fused layers; "
+            "use auto (local layers, own attention)"
         )
-    return SpecChoice(layers, attention)
+    return SpecChoice(layers="local", attention="own")
 
 
 def layer_spec(model: FamilyConfig, choice: SpecChoice) -> Any:

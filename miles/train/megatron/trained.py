@@ -55,6 +55,10 @@ class TrainedModel:
         """HF names and full tensors on global rank 0; every rank must exhaust it."""
         return self.full_tensors.gather(weights.local_parameters(self.chunks))
 
+    def full_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like `full_parameters`, in fp32 from the optimizer's masters."""
+        return self.full_tensors.gather(self.optimizer.master_tensors())
+
     def gradient(self, inputs: Sequence[ModelInput], loss_fn: loop.LossFn) -> tuple[MetricSums, float]:
         """Fill the gradient buffers; returns the step's metric sums and gradient norm, equal on every rank."""
         parts = loop.forward_backward(self.chunks, inputs, loss_fn, self.mesh)
