@@ -318,3 +318,13 @@ def test_near_names_are_found_up_to_distance_three() -> None:
 def test_tables_and_durations_read_well() -> None:
     assert plain_table(("a", "n"), [("x", 1), ("yy", 22)], right=(1,)) == "a    n\nx    1\nyy  22"
     assert [seconds(ms) for ms in (400, 12_000, 200_000, 7_500_000)] == ["0.4 s", "12 s", "3 min 20 s", "2 h 05 min"]
+
+
+def test_every_variable_and_every_reason_code_is_documented() -> None:
+    from ci.select.selection import REASONS
+
+    page = (REPOSITORY / "docs/ci/registry.md").read_text(encoding="utf-8")
+    for name, meaning in VARIABLES.items():
+        assert f"| `{name}` | {meaning} |" in page
+    for code in REASONS:
+        assert f"`{code}`" in page

@@ -31,7 +31,7 @@ def test_mutated_files_end_in_findings_and_model_and_schema_agree(kind: str) -> 
     tally = fuzz.fuzz(base, getattr(fuzz, kind), 600, seed=11)
     assert tally.failures == []
     assert 0 < tally.accepted < tally.inputs
-    assert tally.compared > 50
+    assert tally.compared > 30
 
 
 plain = st.recursive(
