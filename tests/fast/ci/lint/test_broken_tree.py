@@ -45,7 +45,7 @@ PLANTED: dict[str, tuple[str | bytes, str, str, str]] = {
     "tests/e2e/test_22.py": ("from ci.declare import register_cpu_ci\nregister_cpu_ci(\n", "(\n", "syntax-error", "does not parse"),
     "tests/e2e/more_tests.py": (PLAIN, "def", "misplaced-test", "test_it would never run"),
     "tests/e2e/test_24.py": ("from ci.declare import register_cpu_ci as r\nr(3, 's')\n", "register_cpu_ci as", "aliased-import", "`register_cpu_ci as r`"),
-    "tests/e2e/test_25.py": (cpu(timeout="5000"), "5000", "out-of-range", "exceeds test_timeout_s 1200"),
+    "tests/e2e/test_25.py": (cpu(timeout="5000"), "5000", "out-of-range", "exceeds test_timeout_s 1800"),
 }  # fmt: skip
 
 

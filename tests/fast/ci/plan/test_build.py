@@ -64,7 +64,7 @@ def test_a_unit_carries_everything_the_runner_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("est", "timeout", "expected"), [("10", None, 300), ("200", None, 600), ("900", None, 1200), ("10", "45.2", 46)]
+    ("est", "timeout", "expected"), [("10", None, 300), ("200", None, 600), ("900", None, 1800), ("10", "45.2", 46)]
 )
 def test_a_timeout_is_declared_or_three_estimates_and_capped_by_the_suite(
     est: str, timeout: str | None, expected: int, tmp_path: Path
