@@ -1,12 +1,15 @@
 """The gate in front of fake quantisation: off, it imports neither `qat`, nor a kernel, nor torch, nor Triton.
 
-The training backend calls `maybe_install` after it has built (and wrapped) its model chunks and `after_step` after
-every step; both do nothing when the gate is off.
+    hook = FakeQATHook(recipe.quant)
+    backend = MegatronBackend(..., install=hook)      # called with each model chunk
+    backend.step(batch); hook.after_step(micro_batches)
+
+The training backend stays free of quantisation: it calls what it was given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles.quant.config import QuantConfig
@@ -16,32 +19,53 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def maybe_install(
-    chunks: Sequence[nn.Module],
-    config: QuantConfig,
-    *,
-    group: Any = None,
-    environ: Mapping[str, str] | None = None,
-) -> bool:
-    """Install fake quantisation on the model chunks of this rank if recipe or environment ask for it.
+class FakeQATHook:
+    """Installs fake quantisation on every model chunk it is called with, if recipe or environment ask for it.
 
-    `group`: the expert-tensor-parallel process group, or None. Returns whether it is on.
+    `group`: called once per chunk, returns the expert-tensor-parallel process group (None: experts are not sharded).
+    `allow_empty`: a chunk without routed experts is no error (pipeline stages of dense layers).
     """
-    rounding = config.fake_qat_config(environ)
-    if rounding is None:
-        return False
-    from miles.quant import qat
 
-    for chunk in chunks:
-        qat.install(chunk, rounding, ignore=Ignore(config.ignore), group=group, allow_empty=len(chunks) > 1)
-    return True
+    def __init__(
+        self,
+        config: QuantConfig,
+        *,
+        environ: Mapping[str, str] | None = None,
+        group: Callable[[], Any] | None = None,
+        allow_empty: bool = False,
+    ) -> None:
+        self.config = config
+        self.rounding = config.fake_qat_config(environ)
+        self.chunks: list[nn.Module] = []
+        self._group = group
+        self._allow_empty = allow_empty
 
+    @property
+    def enabled(self) -> bool:
+        return self.rounding is not None
 
-def after_step(chunks: Sequence[nn.Module], micro_batches: int, *, installed: bool) -> None:
-    """Raises `QATHookMissing` when a routed expert was used without its hook in the step."""
-    if not installed:
-        return
-    from miles.quant import qat
+    def __call__(self, chunk: nn.Module) -> None:
+        if self.rounding is None:
+            return
+        from miles.quant import qat
 
-    for chunk in chunks:
-        qat.assert_called(chunk, micro_batches)
+        qat.install(
+            chunk,
+            self.rounding,
+            ignore=Ignore(self.config.ignore),
+            group=self._group() if self._group else None,
+            allow_empty=self._allow_empty,
+        )
+        self.chunks.append(chunk)
+
+    def after_step(self, micro_batches: int) -> None:
+        """Raises `QATHookMissing` when a routed expert was used without its hook in the step."""
+        if self.rounding is None:
+            return
+        from miles.quant import qat
+        from miles.quant.errors import QATHookMissing
+
+        if not self.chunks:
+            raise QATHookMissing("fake quantisation is on but the backend never called its install hook")
+        for chunk in self.chunks:
+            qat.assert_called(chunk, micro_batches)

@@ -79,32 +79,54 @@ def _to_blocks(per_tile: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     return per_tile.repeat_interleave(TILE, 0)[:rows].repeat_interleave(BLOCKS, 1)[:, :cols]
 
 
-def convert(packed: torch.Tensor, scale: torch.Tensor) -> Converted:
-    """One weight: packed uint8/int8 [M, N/2] (low nibble = even column), scale codes [M, N/32]; CPU tensors."""
-    check_inputs(packed, scale)
-    byte = packed.view(torch.uint8)
-    rows, cols = scale.shape
+def _chunks(rows: int, bytes_per_row: int) -> list[slice]:
+    """Row ranges of about 64 KiB of packed bytes: index arrays stay in the cache."""
+    step = max(1, (1 << 16) // bytes_per_row)
+    return [slice(r, min(r + step, rows)) for r in range(0, rows, step)]
+
+
+def occupied_blocks(packed: torch.Tensor) -> torch.Tensor:
+    """bool [M, N/32]: does the block hold a non-zero element (either sign of zero is zero)."""
+    rows, width = packed.shape
+    out = torch.empty((rows, width * 2 // BLOCK), dtype=torch.bool)
+    halves = packed.contiguous().view(torch.int64).view(rows, -1, 2)
+    for part in _chunks(rows, width):
+        out[part] = ((halves[part] & 0x7777777777777777) != 0).any(-1)
+    return out
+
+
+def tile_codes(scale: torch.Tensor, occupied: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(C, max k), both int32 per tile. ValueError on a scale code of 255, naming its place and tile."""
     code = scale.view(torch.uint8).to(torch.int32)
     if bool((code == 255).any()):
         r, c = (int(i) for i in (code == 255).nonzero()[0])
         raise ValueError(f"scale code 255 (NaN) at [{r}, {c}], tile [{r // TILE}, {c // BLOCKS}]")
-    occupied = ((byte & 0x77) != 0).view(rows, cols, BLOCK // 2).any(-1)
     c_max = _tile_max(torch.where(occupied, code, -1))
     tile_code = (c_max - 6).clamp_min(0)
-    shift = code - _to_blocks(tile_code, rows, cols)
-    max_k = _tile_max(torch.where(occupied, 6 - shift, -1))
+    shift = code - _to_blocks(tile_code, *code.shape)
+    return tile_code, _tile_max(torch.where(occupied, 6 - shift, -1))
+
+
+def convert(packed: torch.Tensor, scale: torch.Tensor) -> Converted:
+    """One weight: packed uint8/int8 [M, N/2] (low nibble = even column), scale codes [M, N/32]; CPU tensors."""
+    check_inputs(packed, scale)
+    byte = packed.contiguous().view(torch.uint8)
+    rows, cols = scale.shape
+    tile_code, max_k = tile_codes(scale, occupied_blocks(byte))
+    shift = scale.view(torch.uint8).to(torch.int32) - _to_blocks(tile_code, rows, cols)
+    base = (shift.clamp(SHIFT_MIN, SHIFT_MAX) - SHIFT_MIN) * 256
 
     codes, inexact = conversion_table()
-    row = (shift.clamp(SHIFT_MIN, SHIFT_MAX) - SHIFT_MIN).to(torch.int64) * 256
-    pair = _byte_table(codes)
-    index = row.repeat_interleave(BLOCK // 2, 1) + byte
-    q = pair.view(-1)[index].view(torch.uint8).view(rows, cols * BLOCK)
-
-    counts = torch.zeros((rows, cols), dtype=torch.int32)
-    if int(max_k.max()) > 14:
-        lossy_pair = _count_table(inexact)
-        counts = lossy_pair.view(-1)[index].view(rows, cols, BLOCK // 2).sum(-1, dtype=torch.int32)
-    return Converted(q, tile_code.to(torch.uint8), max_k, _tile_sum(counts))
+    pairs, counts = _byte_table(codes).view(-1), _count_table(inexact).view(-1)
+    q = torch.empty((rows, cols * BLOCK // 2), dtype=torch.int16)
+    lossy_blocks = torch.zeros((rows, cols), dtype=torch.int32)
+    any_lossy = int(max_k.max()) > 14
+    for part in _chunks(rows, byte.shape[1]):
+        index = (byte[part].view(-1, cols, BLOCK // 2).to(torch.int32) + base[part].unsqueeze(-1)).view(-1)
+        torch.index_select(pairs, 0, index, out=q[part].view(-1))
+        if any_lossy:
+            lossy_blocks[part] = counts.index_select(0, index).view(-1, cols, BLOCK // 2).sum(-1, dtype=torch.int32)
+    return Converted(q.view(torch.uint8), tile_code.to(torch.uint8), max_k, _tile_sum(lossy_blocks))
 
 
 def _tile_sum(per_block: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Checkpoint converters: one function per conversion, each plan -> `run.execute`. See docs/guide/low-precision.md."""

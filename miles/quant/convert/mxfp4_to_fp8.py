@@ -1,0 +1,208 @@
+"""MXFP4 checkpoints to FP8 with 128x128 power-of-two scales, with proof of what was lost. Integer arithmetic only.
+
+First the headers (no FP4 tensor, stray scales, dtype and shape faults), then the scales: a tile whose scale codes
+differ by at most eight is lossless whatever its elements are; only weights with a wider tile are read to find out.
+So every refusal comes before the first byte is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from miles.kernels.formats import e2m1_decode, e4m3_decode, e8m0_decode, unpack_e2m1
+from miles.kernels.mxfp4_to_fp8 import reference
+from miles.kernels.mxfp4_to_fp8.reference import BLOCK, TILE, Converted
+from miles.quant.contract import QuantContract, scope_digest
+from miles.quant.convert.planning import keep, producer
+from miles.quant.convert.run import Item, Plan, TensorReport, digest_of, execute
+from miles.quant.convert.shards import Source, TensorSpec
+from miles.quant.errors import ConversionError
+
+OnLoss = Literal["fail", "mxfp8", "report"]
+SCALE_SUFFIXES = ("scale", "weight_scale", "weight_scale_inv")
+LISTED = 100
+_MXFP8_CODES = torch.tensor([0x00, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C], dtype=torch.uint8)  # E4M3 of 0 .. 6
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An FP4 weight of the source and its scale, which may live in another shard."""
+
+    name: str
+    scale: str
+    rows: int
+    cols: int
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return -(-self.rows // TILE), -(-self.cols // TILE)
+
+
+def scan_headers(source: Source) -> list[Weight]:
+    """FP4 weights with their scales; ConversionError lists every fault found in the headers."""
+    weights, faults, used = [], [], set()
+    for name, stored in source.tensors.items():
+        spec = stored.spec
+        if spec.dtype not in ("U8", "I8") or not name.endswith(".weight"):
+            continue
+        stem = name[: -len("weight")]
+        scales = [stem + s for s in SCALE_SUFFIXES if stem + s in source.tensors]
+        if len(scales) != 1:
+            faults.append(f"{name}: needs exactly one scale ({', '.join(SCALE_SUFFIXES)}), found {scales or 'none'}")
+            continue
+        scale = source.tensors[scales[0]].spec
+        used.add(scales[0])
+        if len(spec.shape) != 2 or spec.shape[1] % (BLOCK // 2) or 0 in spec.shape:
+            faults.append(f"{name}: shape {list(spec.shape)} is not [out, in/2] with in a multiple of {BLOCK}")
+        elif scale.dtype not in ("U8", "F8_E8M0"):
+            faults.append(f"{scales[0]}: dtype {scale.dtype}, an e8m0 scale is U8 or F8_E8M0")
+        elif scale.shape != (spec.shape[0], spec.shape[1] * 2 // BLOCK):
+            faults.append(
+                f"{scales[0]}: shape {list(scale.shape)}, {name} needs {[spec.shape[0], spec.shape[1] * 2 // BLOCK]}"
+            )
+        else:
+            weights.append(Weight(name, scales[0], spec.shape[0], spec.shape[1] * 2))
+    for name in source.tensors:
+        owner = next((name[: -len(s)] + "weight" for s in SCALE_SUFFIXES if name.endswith("." + s)), None)
+        if owner is not None and owner not in source.tensors:
+            faults.append(f"{name}: stray scale, {owner} is not in the checkpoint")
+    if faults:
+        more = f"\n  ... {len(faults) - LISTED} more" if len(faults) > LISTED else ""
+        raise ConversionError("the checkpoint cannot be converted:\n  " + "\n  ".join(faults[:LISTED]) + more)
+    if not weights:
+        raise ConversionError(f"{source.directory}: no FP4 weight (U8 or I8 `*.weight` with an e8m0 scale)")
+    return weights
+
+
+def lossy_tiles(source: Source, weight: Weight) -> list[tuple[int, int, int, int]]:
+    """(tile row, tile column, max k, lossy elements) of each tile that would round. Reads the weight only if needed."""
+    scale = source.load(weight.scale).view(torch.uint8)
+    everywhere = torch.ones(scale.shape, dtype=torch.bool)
+    try:
+        _, worst = reference.tile_codes(scale, everywhere)
+    except ValueError as error:
+        raise ConversionError(f"{weight.scale}: {error}") from error
+    # c_max over occupied blocks is at most that over all blocks, so k is at most `worst` where all blocks count.
+    if int(worst.max()) <= 14:
+        return []
+    result = reference.convert(source.load(weight.name), scale)
+    return [(r, c, int(result.max_k[r, c]), int(result.lossy[r, c])) for r, c in result.lossy.nonzero().tolist()]
+
+
+def _exact_mxfp8(packed: torch.Tensor) -> torch.Tensor:
+    """E4M3 codes with the same 1x32 scale bytes: every E2M1 value is an E4M3 value."""
+    code = unpack_e2m1(packed)
+    return _MXFP8_CODES[(code & 7).long()] | ((code & 8) << 4)
+
+
+def max_abs_error(packed: torch.Tensor, scale: torch.Tensor, result: Converted) -> float:
+    """Largest |converted - original| over the lossy tiles, exact in fp64."""
+    worst = 0.0
+    for r, c in result.lossy.nonzero().tolist():
+        rows, cols = slice(r * TILE, (r + 1) * TILE), slice(c * TILE, (c + 1) * TILE)
+        codes = unpack_e2m1(packed[rows, c * TILE // 2 : (c + 1) * TILE // 2])
+        factor = e8m0_decode(scale[rows, c * TILE // BLOCK : (c + 1) * TILE // BLOCK]).double()
+        original = e2m1_decode(codes).double() * factor.repeat_interleave(BLOCK, 1)
+        back = e4m3_decode(result.q[rows, cols]).double() * float(e8m0_decode(result.scale[r : r + 1, c]).double())
+        worst = max(worst, float((back - original).abs().max()))
+    return worst
+
+
+def _convert_on(device: str, packed: torch.Tensor, scale: torch.Tensor) -> Converted:
+    if device == "cpu":
+        return reference.convert(packed, scale)
+    from miles.kernels.mxfp4_to_fp8.api import mxfp4_to_fp8
+
+    r = mxfp4_to_fp8([packed.to(device)], [scale.to(device)])[0]
+    return Converted(r.q.cpu(), r.scale.cpu(), r.max_k.cpu(), r.lossy.cpu())
+
+
+def _item(source: Source, w: Weight, as_mxfp8: bool, device: str) -> Item:
+    shard = source.tensors[w.name].shard
+    scale_shape = (w.rows, w.cols // BLOCK) if as_mxfp8 else w.tiles
+    specs = (TensorSpec(w.name, "F8_E4M3", (w.rows, w.cols)), TensorSpec(w.scale, "F8_E8M0", scale_shape))
+
+    def run() -> tuple[list[torch.Tensor], TensorReport]:
+        packed, scale = source.load(w.name).view(torch.uint8), source.load(w.scale).view(torch.uint8)
+        report = TensorReport(w.name, "mxfp8" if as_mxfp8 else "fp8_128x128", tiles=w.tiles[0] * w.tiles[1])
+        report.sha256_in = digest_of([packed, scale])
+        if as_mxfp8:
+            q, out_scale = _exact_mxfp8(packed), scale
+        else:
+            result = _convert_on(device, packed, scale)
+            q, out_scale = result.q, result.scale
+            report.max_k = int(result.max_k.max())
+            report.lossy_tiles = int((result.lossy > 0).sum())
+            report.lossy_elements = int(result.lossy.sum())
+            if report.lossy_tiles:
+                report.max_abs_error = max_abs_error(packed, scale, result)
+        return [q.view(torch.float8_e4m3fn), out_scale.view(torch.float8_e8m0fnu)], report
+
+    return Item(shard, specs, run)
+
+
+def without_expert_dtype(config: dict) -> dict:
+    """A config without `expert_dtype` on the top and on the text level."""
+    config = {k: v for k, v in config.items() if k != "expert_dtype"}
+    for key in ("text_config", "quantization_config"):
+        if isinstance(config.get(key), dict):
+            config[key] = {k: v for k, v in config[key].items() if k != "expert_dtype"}
+    return config
+
+
+def _refuse_loss(lossy: dict[str, list[tuple[int, int, int, int]]]) -> None:
+    lines = [
+        f"{name} tile [{r}, {c}]: k={k}, {count} elements" for name, tiles in lossy.items() for r, c, k, count in tiles
+    ]
+    more = f"\n  ... {len(lines) - LISTED} more" if len(lines) > LISTED else ""
+    raise ConversionError(
+        f"{len(lines)} tiles in {len(lossy)} weights would round (nothing was written):\n  "
+        + "\n  ".join(lines[:LISTED])
+        + more
+        + "\nuse --on-loss mxfp8 to keep these weights exact, or --on-loss report to accept the loss"
+    )
+
+
+def plan(source: Source, *, on_loss: OnLoss, device: str = "cpu") -> Plan:
+    """Scan, decide, and lay out the output; raises before anything is written."""
+    weights = scan_headers(source)
+    lossy = {w.name: tiles for w in weights if (tiles := lossy_tiles(source, w))}
+    if lossy and on_loss == "fail":
+        _refuse_loss(lossy)
+    exact = set(lossy) if on_loss == "mxfp8" else set()
+    taken = {n for w in weights for n in (w.name, w.scale)}
+    items = [_item(source, w, w.name in exact, device) for w in weights]
+    items += keep(source, (n for n in source.tensors if n not in taken))
+    names = sorted(w.name for w in weights)
+    contract = QuantContract(
+        format="mixed_fp8" if exact else "fp8_block",
+        block=(TILE, TILE),
+        scale_dtype="e8m0",
+        decode="exact",
+        tensors=tuple(names),
+        scope_digest=scope_digest(names),
+        gate_up_shared=False,
+        source_digest=source.digest,
+        producer=producer("mxfp4-to-fp8"),
+        lossless=not lossy or on_loss == "mxfp8",
+        exceptions=dict.fromkeys(sorted(exact), "mxfp8 1x32"),
+    )
+    config = without_expert_dtype(source.config)
+    config["quantization_config"] = {
+        **config.get("quantization_config", {}),
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [TILE, TILE],
+    }
+    return Plan("mxfp4-to-fp8", {"on_loss": on_loss}, items, contract, config)
+
+
+def convert(source: Path, target: Path, *, on_loss: OnLoss = "fail", resume: bool = False, device: str = "cpu") -> dict:
+    """Convert the checkpoint in `source` into `target`; returns the report that `report.json` holds."""
+    opened = Source(source)
+    return execute(opened, target, plan(opened, on_loss=on_loss, device=device), resume=resume)
