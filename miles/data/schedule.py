@@ -6,6 +6,7 @@ A step is `global_batch_size` rollouts; siblings (same rollout id) stay in one s
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -132,17 +133,57 @@ def _costs(sizes: list[int], config: ScheduleConfig) -> list[float]:
 
 
 def _schedule_step(members: list[int], sizes: list[int], costs: list[float], config: ScheduleConfig) -> StepSchedule:
+    plans = [_bins_then_ranks(members, sizes, costs, config)]
+    if config.balance != "none" and config.data_parallel > 1:
+        plans.append(_ranks_then_bins(members, sizes, costs, config))
+    # The lightest busiest rank wins, then fewer micro-batches, then the first.
+    best = min(plans, key=lambda plan: (_heaviest(plan, costs), len(plan[0])))
+    return StepSchedule(tuple(tuple(tuple(b) for b in rank) for rank in best), tuple(members))
+
+
+def _heaviest(plan: list[list[list[int]]], costs: list[float]) -> float:
+    return max(sum(costs[i] for b in rank for i in b) for rank in plan)
+
+
+def _pack(members: list[int], sizes: list[int], config: ScheduleConfig) -> list[list[int]]:
     pack = first_fit_decreasing if config.layout == "thd" else padded_decreasing
-    bins = [sorted(members[i] for i in b) for b in pack([sizes[i] for i in members], config.capacity)]
-    _raise_to_multiple(bins, costs, config.data_parallel * config.micro_batch_multiple)
+    return [sorted(members[i] for i in b) for b in pack([sizes[i] for i in members], config.capacity)]
+
+
+def _bins_then_ranks(
+    members: list[int], sizes: list[int], costs: list[float], config: ScheduleConfig
+) -> list[list[list[int]]]:
+    """Fewest bins over all samples, then whole bins to ranks: best when a rank gets few micro-batches."""
+    bins = _pack(members, sizes, config)
+    multiple = config.data_parallel * config.micro_batch_multiple
+    _raise_to(bins, costs, max(-(-len(bins) // multiple), 1) * multiple)
     weights = [sum(costs[i] for i in b) for b in bins]
-    ranks = _assign(weights, config)
-    return StepSchedule(tuple(tuple(tuple(bins[i]) for i in rank) for rank in ranks), tuple(members))
+    return [[bins[i] for i in rank] for rank in _assign(weights, config)]
 
 
-def _raise_to_multiple(bins: list[list[int]], costs: list[float], multiple: int) -> None:
+def _ranks_then_bins(
+    members: list[int], sizes: list[int], costs: list[float], config: ScheduleConfig
+) -> list[list[list[int]]]:
+    """Samples to ranks, costliest first to the lightest rank (Graham's LPT), then bins inside each rank.
+
+    Balances to within one short sample where whole bins cannot; may need a micro-batch more.
+    """
+    loads = [(0.0, rank) for rank in range(config.data_parallel)]
+    shares: list[list[int]] = [[] for _ in loads]
+    for index in sorted(members, key=lambda i: (-costs[i], i)):
+        load, rank = loads[0]
+        shares[rank].append(index)
+        heapq.heapreplace(loads, (load + costs[index], rank))
+    ranks = [_pack(sorted(share), sizes, config) for share in shares]
+    multiple = config.micro_batch_multiple
+    wanted = max(-(-max(len(bins) for bins in ranks) // multiple), 1) * multiple
+    for bins in ranks:
+        _raise_to(bins, costs, wanted)
+    return ranks
+
+
+def _raise_to(bins: list[list[int]], costs: list[float], wanted: int) -> None:
     """Split the heaviest bin that holds several samples; when none is left, add dummies."""
-    wanted = max(-(-len(bins) // multiple), 1) * multiple
     weights = [sum(costs[i] for i in b) for b in bins]
     while len(bins) < wanted:
         candidates = [i for i, b in enumerate(bins) if len(b) > 1]
