@@ -1,8 +1,8 @@
 """What this machine has, which suites can run here, and why the others cannot.
 
-With --fleet: compare pool labels and counts with GitHub's runner list, read from a file
-(`gh api --paginate repos/OWNER/REPO/actions/runners > runners.json`). A label that no runner carries is an
-error (exit code 2).
+With --fleet: compare pool labels and counts with GitHub's runner list. Without a file it is asked for with
+GITHUB_REPOSITORY and GITHUB_TOKEN (it must be allowed to read runners); a file is what
+`gh api --paginate repos/OWNER/REPO/actions/runners` prints. A label that no runner carries is an error (exit code 2).
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from ci.workspace import Workspace
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workspace(parser)
     parser.add_argument("--no-health", action="store_true", help="do not exercise the devices")
-    parser.add_argument("--fleet", metavar="FILE", help="compare the registry with GitHub's runner list in FILE")
+    parser.add_argument(
+        "--fleet", nargs="?", const="", metavar="FILE", help="compare the registry with GitHub's runner list (in FILE)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     space = workspace(args)
-    if args.fleet:
+    if args.fleet is not None:
         return _fleet(space, args)
     machine = examine(space.fleet, check_health=not args.no_health)
     if args.format == "json":
@@ -58,7 +60,7 @@ def _print(machine: Machine) -> None:
 
 
 def _fleet(space: Workspace, args: argparse.Namespace) -> int:
-    findings = compare_runners(space.fleet, space.reading, _runners(Path(args.fleet)))
+    findings = compare_runners(space.fleet, space.reading, _runners(Path(args.fleet)) if args.fleet else _ask_github())
     errors = [item for item in findings if item.severity == "error"]
     if args.format == "json":
         print_json({"errors": len(errors), "findings": [item.as_json() for item in findings]})
@@ -69,6 +71,13 @@ def _fleet(space: Workspace, args: argparse.Namespace) -> int:
             f"{len(space.fleet.pools)} pools compared: {len(errors)} error(s), {len(findings) - len(errors)} warning(s)"
         )
     return ExitCode.CONFIG if errors else ExitCode.OK
+
+
+def _ask_github() -> list[dict[str, Any]]:
+    """Raises `CiError` when the environment or GitHub says no."""
+    from ci.bot.github import Client
+
+    return list(Client.from_environment().pages("{repo}/actions/runners", "runners"))
 
 
 def _runners(path: Path) -> list[dict[str, Any]]:

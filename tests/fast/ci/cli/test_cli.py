@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,38 @@ def test_doctor_compares_the_registry_with_githubs_runners(run, tree: Path) -> N
     assert "mi300x-4gpu" not in out
     (tree / "runners.json").write_text("{}")
     assert run("doctor", "--fleet", str(tree / "runners.json"))[0] == 2
+
+
+def test_doctor_asks_github_for_its_runners(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = json.dumps({"total_count": 0, "runners": []}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("GITHUB_API_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    monkeypatch.setenv("GITHUB_TOKEN", "t")
+    code, out, _ = run("doctor", "--fleet")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    assert asked[0].startswith("/repos/owner/name/actions/runners")
+    assert code == 2
+    assert "no runner carries 'h200'" in out
+    monkeypatch.delenv("GITHUB_TOKEN")
+    assert run("doctor", "--fleet")[0] == 2
 
 
 def test_doctor_says_what_is_missing_for_each_suite(run) -> None:
