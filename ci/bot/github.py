@@ -55,7 +55,7 @@ class Client:
     budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", self.repository):
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*", self.repository):
             raise UsageError(f"GITHUB_REPOSITORY {self.repository!r} is not owner/name")
         self.base_url = self.base_url.rstrip("/")
         self.budget = Budget(self.clock, self.sleep)
