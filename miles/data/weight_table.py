@@ -161,7 +161,7 @@ def parts_of(entry: ParamEntry, shapes: Mapping[str, tuple[int, ...]], table: En
     for index, name in enumerate(names):
         cut, shape = _cut(entry, name, shapes[name], table)
         slot: Slot | None = None
-        if entry.fused_from:
+        if len(names) > 1 or packed:
             expert, shard = divmod(index, entry.num_shards)
             start = 0 if shard == 0 else row
             row = start + shape[0]

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from miles.data.weight_bucket import DTYPES, BucketHeader, Piece, align_up
+from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.sync.checksum import bucket_digest
+from miles.sync.formats import encode_group
 from miles.sync.plan import PlanEntry, SyncPlan
 
 __all__ = ["BucketStager", "FixedBucket", "Placement", "align_up", "bucket_size", "pack_rounds", "staged_bytes"]
@@ -149,6 +151,7 @@ class BucketStager:
     bucket: FixedBucket
     checksum: bool
     send: Callable[[BucketHeader, torch.Tensor], Sequence[Future[None]]]
+    nvfp4: NVFP4QDQConfig = field(default_factory=NVFP4QDQConfig)
     sequence: int = 0
     bytes_sent: int = 0
     _waiting: dict[str, list[tuple[PlanEntry, torch.Tensor]]] = field(default_factory=dict)
@@ -157,7 +160,7 @@ class BucketStager:
     _end: int = 0
 
     def add(self, entry: PlanEntry, tensor: torch.Tensor) -> None:
-        """Offer one piece: this layout's slice of the source, still in the source's dtype."""
+        """Offer one piece of a destination: the whole source, in the source's dtype."""
         group = self._waiting.setdefault(entry.atomic_group, [])
         group.append((entry, tensor))
         if len(group) == self.plan.group_sizes[self.layout_key, entry.atomic_group]:
@@ -193,7 +196,7 @@ class BucketStager:
         if self._current is None:
             self._current = self.bucket.take()
         buffer = self._current[1]
-        for (entry, tensor), offset in zip(group, offsets, strict=True):
+        for (entry, tensor), offset in zip(encode_group(group, self.nvfp4), offsets, strict=True):
             if offset > self._end:
                 buffer[self._end : offset] = 0
             self._end = offset + entry.nbytes

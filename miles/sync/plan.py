@@ -15,6 +15,7 @@ from miles.data.weight_bucket import DTYPES, Slot, WeightWireError
 from miles.data.weight_table import EngineTable, ParamEntry, parts_of
 from miles.sync.checksum import plan_digest
 from miles.sync.errors import PlanError
+from miles.sync.formats import VALUES, atomic_group, check_cuts, stored_form, targets_of
 
 __all__ = [
     "EngineTable", "ParamEntry", "PlanEntry", "SourceSpec", "SyncPlan", "build_plan", "covered_modules", "selector_for",
@@ -36,7 +37,9 @@ class SourceSpec:
 class PlanEntry:
     """One piece: `slice` of the source goes to `slot` of `dest` (None: all of it), as `shape` of `dtype`.
 
-    Pieces with the same `atomic_group` travel in one bucket round.
+    Pieces with the same `atomic_group` travel in one bucket round. `scale` is what the destination announces. For a
+    quantised weight `codec` is its scale format, `part` which of the codec's arrays this piece is, and `values_dtype`
+    how the values are stored; `slice` is then one of that array.
     """
 
     hf_name: str
@@ -51,11 +54,15 @@ class PlanEntry:
     atomic_group: str
     layout_key: str
     module: str
+    codec: str = "none"
+    part: str = VALUES
+    values_dtype: str = ""
 
     def canonical(self) -> list[object]:
         return [
             self.hf_name, self.source.shape, self.source.dtype, self.dest, self.slice, self.slot, self.shape,
             self.dtype, self.scale, self.nbytes, self.atomic_group, self.layout_key, self.module,
+            self.codec, self.part, self.values_dtype,
         ]  # fmt: skip
 
 
@@ -165,30 +172,36 @@ def _layout_entries(weight_map: Mapping[str, SourceSpec], table: EngineTable) ->
 def _pieces(
     destination: ParamEntry, names: Sequence[str], weight_map: Mapping[str, SourceSpec], table: EngineTable
 ) -> list[PlanEntry]:
-    """All pieces of one destination."""
-    if destination.scale != "none":
-        raise PlanError(
-            f"{destination.name} is quantised on the engine ({destination.scale}): this build sends only unquantised "
-            "destinations; serve the model in bf16 or fp32"
-        )
+    """All pieces of one destination, and of its scales when it is quantised."""
     shapes = {name: weight_map[name].shape for name in names}
-    return [
-        PlanEntry(
-            hf_name=part.hf_name,
-            source=weight_map[part.hf_name],
-            dest=destination.name,
-            slice=part.slice,
-            slot=part.slot,
-            shape=part.shape,
-            dtype=destination.dtype,
-            scale=destination.scale,
-            nbytes=_nbytes(part.shape, destination.dtype),
-            atomic_group=destination.name,
-            layout_key=table.layout_key,
-            module=destination.module,
-        )
-        for part in parts_of(destination, shapes, table)
-    ]
+    check_cuts(destination, list(shapes.values()), table.tp)
+    forms = {name: stored_form(destination, name, shape) for name, shape in shapes.items()}
+    entries: list[PlanEntry] = []
+    for kind, target in targets_of(destination, table).items():
+        expected = forms[names[0]][kind][1]
+        if target.dtype != expected:
+            raise PlanError(f"{target.name} holds {target.dtype}, {destination.scale} stores its {kind} as {expected}")
+        for part in parts_of(target, {name: forms[name][kind][0] for name in names}, table):
+            entries.append(
+                PlanEntry(
+                    hf_name=part.hf_name,
+                    source=weight_map[part.hf_name],
+                    dest=target.name,
+                    slice=part.slice,
+                    slot=part.slot,
+                    shape=part.shape,
+                    dtype=target.dtype,
+                    scale=target.scale,
+                    nbytes=_nbytes(part.shape, target.dtype),
+                    atomic_group=atomic_group(destination, part.hf_name),
+                    layout_key=table.layout_key,
+                    module=destination.module,
+                    codec=destination.scale,
+                    part=kind,
+                    values_dtype=destination.dtype,
+                )
+            )
+    return entries
 
 
 def _unknown_names(weight_map: Mapping[str, SourceSpec], tables: Sequence[EngineTable]) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.sync.bucket import BucketStager, FixedBucket, bucket_size
 from miles.sync.plan import SyncPlan
-from miles.sync.source import Weights, checked, sliced
+from miles.sync.source import Weights, checked
 from miles.sync.transports import BucketTransport
 from miles.sync.update import UpdateSession
 
@@ -25,7 +26,8 @@ class Moved:
 class BucketSender:
     """Owns the buckets' memory in the transport."""
 
-    def __init__(self, transport: BucketTransport, *, bucket_bytes: int, double_buffer: bool):
+    def __init__(self, transport: BucketTransport, *, bucket_bytes: int, double_buffer: bool, nvfp4: NVFP4QDQConfig):
+        self._nvfp4 = nvfp4
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._count = 2 if double_buffer else 1
@@ -59,6 +61,7 @@ class BucketSender:
                 bucket=self._buckets[key],
                 checksum=checksum,
                 send=lambda header, buffer, key=key: session.send(key, header, buffer),
+                nvfp4=self._nvfp4,
             )
             for key in plan.layouts
         }
@@ -67,7 +70,7 @@ class BucketSender:
             tensors += 1
             if session.working:
                 for entry in plan.by_source[name]:
-                    stagers[entry.layout_key].add(entry, sliced(entry, tensor))
+                    stagers[entry.layout_key].add(entry, tensor)
         for stager in stagers.values():
             stager.flush()
         self.drain()

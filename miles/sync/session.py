@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.sync.checksum import ChecksumPolicy
 from miles.sync.config import SyncConfig
 from miles.sync.errors import NoEngineLeft, SyncBusyError, SyncError
@@ -34,14 +35,23 @@ class WeightPusher:
 
     Blocking; every wait is bounded by `sync.timeout_s` plus bytes / `sync.min_gb_per_s`. Use `close` (or `with`)
     to release connections and shared memory. `directory` is used by the disk transports when `sync.directory` is
-    not set.
+    not set; `nvfp4` is how weights are quantised for engines that store NVFP4.
     """
 
-    def __init__(self, engine_urls: Sequence[str], config: SyncConfig, run_id: str, *, directory: Path | None = None):
+    def __init__(
+        self,
+        engine_urls: Sequence[str],
+        config: SyncConfig,
+        run_id: str,
+        *,
+        directory: Path | None = None,
+        nvfp4: NVFP4QDQConfig | None = None,
+    ):
         self.version: int | None = None
         self._config = config
         self._run_id = run_id
         self._directory = Path(config.directory) if config.directory is not None else directory
+        self._nvfp4 = nvfp4 or NVFP4QDQConfig()
         self._live = LiveSet(engine_urls)
         self._checksums = ChecksumPolicy(config.checksum)
         self._transport: Transport | None = None
@@ -155,6 +165,7 @@ class WeightPusher:
                     self._transport,
                     bucket_bytes=self._config.bucket_bytes,
                     double_buffer=self._config.double_buffer,
+                    nvfp4=self._nvfp4,
                 )
         if self._live.changes != self._changes_seen:
             self._changes_seen = self._live.changes

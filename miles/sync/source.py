@@ -9,7 +9,7 @@ import torch
 
 from miles.data.weight_bucket import dtype_name
 from miles.sync.errors import PlanError, SourceError
-from miles.sync.plan import PlanEntry, SourceSpec, SyncPlan
+from miles.sync.plan import SourceSpec, SyncPlan
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -56,10 +56,3 @@ def count_not_finite(tensor: torch.Tensor) -> int:
     if not tensor.is_floating_point() or math.isfinite(tensor.sum(dtype=torch.float32).item()):
         return 0
     return tensor.numel() - int(torch.isfinite(tensor).sum())
-
-
-def sliced(entry: PlanEntry, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a source that an entry sends (a view)."""
-    for dim, (start, stop) in enumerate(entry.slice or ()):
-        tensor = tensor.narrow(dim, start, stop - start)
-    return tensor

@@ -130,9 +130,10 @@ class UpdateSession:
             "table_digest": engine.table.table_digest,
             "engine_epoch": engine.epoch,
             "pause": self._config.pause,
-            "timeout_s": self._bounded(0),
+            # Longer than we ever wait for another engine: its failure must not cost this one its session.
+            "timeout_s": 2 * self._bounded(self._config.bucket_bytes),
         }
-        deadline = time.monotonic() + 2 * self._config.timeout_s
+        deadline = time.monotonic() + 3 * self._bounded(self._config.bucket_bytes)
         while True:
             try:
                 self._tokens[engine.url] = link.post("/begin_weight_update", body, timeout_s=self._bounded(0))[

@@ -20,7 +20,7 @@ from miles.data.weight_folder import WrittenFolder
 from miles.sync.errors import SyncOptionError
 from miles.sync.membership import LiveEngine
 from miles.sync.plan import SyncPlan
-from miles.sync.transports.disk import write_version
+from miles.sync.transports.disk import refuse_quantised, write_version
 
 
 class DeltaTransport:
@@ -44,6 +44,7 @@ class DeltaTransport:
 
     def connect(self, live: Sequence[LiveEngine], plan: SyncPlan) -> None:
         """Refuses what a delta of whole tensors cannot express; another plan starts a new chain."""
+        refuse_quantised(self.name, plan)
         sharded = [engine.url for engine in live if engine.table.tp > 1]
         mixed = [name for name, entries in plan.by_source.items() if len({e.dtype for e in entries}) > 1]
         if sharded or mixed:

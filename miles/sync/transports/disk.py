@@ -11,6 +11,7 @@ import torch
 
 from miles.config.files import storage_error
 from miles.data.weight_folder import WrittenFolder, folder_name, write_folder
+from miles.sync.errors import SyncOptionError
 from miles.sync.membership import LiveEngine
 from miles.sync.plan import SyncPlan
 
@@ -29,7 +30,7 @@ class DiskTransport:
         self._written: list[WrittenFolder] = []
 
     def connect(self, live: Sequence[LiveEngine], plan: SyncPlan) -> None:
-        """Nothing to set up."""
+        refuse_quantised(self.name, plan)
 
     def write(self, weights: Iterable[tuple[str, torch.Tensor]], plan: SyncPlan, version: int) -> int:
         self._written.append(write_version(self._directory, weights, self._run_id, version, self._shard_bytes))
@@ -50,6 +51,16 @@ class DiskTransport:
 
     def capabilities(self) -> dict[str, Any]:
         return {"name": self.name, "same_host": False, "directory": str(self._directory)}
+
+
+def refuse_quantised(name: str, plan: SyncPlan) -> None:
+    """Folders hold the trainer's own formats; an engine casts them but does not quantise."""
+    quantised = sorted({e.dest for entries in plan.layouts.values() for e in entries if e.codec != "none"})
+    if quantised:
+        raise SyncOptionError(
+            f"sync.transport={name} carries unquantised weights, but the engine stores {quantised[0]} quantised; use "
+            "sync.transport=tensor or broadcast"
+        )
 
 
 def write_version(

@@ -80,12 +80,14 @@ def test_an_engine_left_over_from_another_run_does_not_pass_for_current(start_en
 
 
 KILLED = """
-import os, signal, sys, torch
+import os, signal, sys, time, urllib.request, orjson, torch
 from miles.sync.config import SyncConfig
 from miles.sync.session import WeightPusher
 def weights():
     yield "a", torch.ones(3000)
     yield "b", torch.ones(3000)
+    while orjson.loads(urllib.request.urlopen(sys.argv[1] + "/weight_status").read())["open_handles"] == 0:
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 pusher = WeightPusher([sys.argv[1]], SyncConfig(bucket_bytes=4096, timeout_s=1.0), "killed")
 from miles.sync.plan import SourceSpec
@@ -95,7 +97,6 @@ pusher.push(weights(), 7, weight_map={n: SourceSpec((3000,), "float32") for n in
 
 def test_trainer_killed_mid_sync_leaves_a_dirty_engine_and_no_shared_memory(start_engine, pusher_for):
     engine = start_engine({name: torch.zeros(3000) for name in "abc"})
-    before = set(os.listdir("/dev/shm"))
     process = subprocess.run([sys.executable, "-c", KILLED, engine.url], capture_output=True, timeout=60)
     assert process.returncode == -signal.SIGKILL, process.stderr.decode()
     assert engine.parameters["a"].sum() == 3000, "the kill came too early to prove anything"
@@ -105,7 +106,9 @@ def test_trainer_killed_mid_sync_leaves_a_dirty_engine_and_no_shared_memory(star
     assert report.engines == {engine.url: "serving"}
     assert status(engine)["weight_version"] == "1"
     assert engine.parameters["c"].sum() == 6000
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not any("miles" in name for name in os.listdir("/dev/shm"))
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        assert sum("miles-weights" in line for line in maps) == 2, "only the living trainer's two buffers are mapped"
 
 
 def test_silence_of_a_dead_trainer_makes_the_engine_refuse(start_engine):

@@ -142,12 +142,6 @@ def test_selector_eight_combinations(speculative, trainer_mtp, draft_only):
     assert selector == selector_for(frozenset(sent), engine)
 
 
-def test_a_quantised_destination_is_refused_by_name():
-    fp8 = ParamEntry("w", (4, 4), "float8_e4m3fn", scale="block128_fp32", scale_name="w_scale_inv")
-    with pytest.raises(PlanError, match=r"w is quantised on the engine \(block128_fp32\)"):
-        build_plan({"w": f32(4, 4)}, [table(fp8)], run_id="r")
-
-
 def test_engine_table_survives_the_wire_and_a_changed_table_is_refused():
     engine = table(QKV, ParamEntry("x", (3,), "bfloat16", module="draft"), tp=2, engine_rank=1)
     wire = engine.to_wire()

@@ -1,0 +1,197 @@
+"""Quantised destinations: which arrays are sent, where they may be cut, and that engines get the codec's bits."""
+
+import pytest
+import torch
+from sync_engines import status
+
+from miles.data.weight_table import EngineTable, ParamEntry
+from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
+from miles.quant.codecs import fp8_block, fp8_tensor, mxfp4, mxfp8, nvfp4
+from miles.quant.packed import pair_amax
+from miles.sync.config import SyncConfig
+from miles.sync.errors import PlanError, SyncOptionError
+from miles.sync.plan import SourceSpec, build_plan
+
+FP8 = "float8_e4m3fn"
+INDEXER = "model.layers.0.self_attn.indexer."
+
+
+def bf16(*shape):
+    return SourceSpec(shape, "bfloat16")
+
+
+def quantised(name, shape, scale, *, dtype=FP8, scale_shape, scale_dtype):
+    """The entries of a quantised matrix and of its scale."""
+    return (
+        ParamEntry(name, shape, dtype, scale=scale, scale_name=f"{name}_scale_inv"),
+        ParamEntry(f"{name}_scale_inv", scale_shape, scale_dtype),
+    )
+
+
+def fp8_entries(name, shape):
+    return quantised(
+        name, shape, "block128_fp32", scale_shape=tuple(-(-n // 128) for n in shape), scale_dtype="float32"
+    )
+
+
+def mxfp8_entries(name, shape):
+    return quantised(name, shape, "mx32_e8m0", scale_shape=(shape[0], shape[1] // 32), scale_dtype="uint8")
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("engine_format", ["bf16", "fp8", "mxfp8"])
+def test_dtype_table(engine_format, interleaved):
+    """Indexer weights: the engine's own table decides, so a fused bf16 destination stays bf16 in a quantised engine."""
+    make = {"bf16": lambda n, s: (ParamEntry(n, s, "bfloat16"),), "fp8": fp8_entries, "mxfp8": mxfp8_entries}
+    quantise = make[engine_format]
+    names = {part: f"{INDEXER}{part}.weight" for part in ("wk", "wq_b", "weights_proj", "k_norm")}
+    shapes = {"wk": (128, 256), "wq_b": (256, 256), "weights_proj": (64, 256), "k_norm": (128,)}
+    entries = [*quantise(names["wq_b"], shapes["wq_b"]), ParamEntry(names["k_norm"], (128,), "float32")]
+    if interleaved:
+        fused = (names["wk"], names["weights_proj"])
+        entries.append(ParamEntry(f"{INDEXER}wk_weights_proj", (192, 256), "bfloat16", fused_from=fused, num_shards=2))
+    else:
+        entries += [*quantise(names["wk"], shapes["wk"]), ParamEntry(names["weights_proj"], (64, 256), "bfloat16")]
+    weights = {names[part]: bf16(*shape) for part, shape in shapes.items()}
+    plan = build_plan(weights, [EngineTable(entries=tuple(entries))], run_id="r")
+    (sent,) = plan.layouts.values()
+    formats = {}
+    for entry in sent:
+        formats.setdefault(entry.hf_name, {})[entry.part] = entry.dtype
+    kind = {
+        "bf16": {"values": "bfloat16"},
+        "fp8": {"values": FP8, "scale": "float32"},
+        "mxfp8": {"values": FP8, "scale": "uint8"},
+    }[engine_format]
+    assert formats[names["wq_b"]] == kind
+    assert formats[names["wk"]] == ({"values": "bfloat16"} if interleaved else kind)
+    assert formats[names["weights_proj"]] == {"values": "bfloat16"}
+    assert formats[names["k_norm"]] == {"values": "float32"}
+    for group in {entry.atomic_group for entry in sent}:
+        members = [entry for entry in sent if entry.atomic_group == group]
+        assert plan.group_sizes[members[0].layout_key, group] == len(members), "scales travel with their values"
+
+
+CODECS = {
+    "tensor": (FP8, (1,), "float32", lambda w: fp8_tensor.quantize(w)),
+    "block128_fp32": (FP8, (2, 3), "float32", lambda w: fp8_block.quantize(w, scale="fp32")),
+    "block128_e8m0": (FP8, (2, 3), "uint8", lambda w: fp8_block.quantize(w, scale="e8m0")),
+    "mx32_e8m0": (FP8, (200, 10), "uint8", lambda w: mxfp8.quantize(w)),
+    "mx32_e8m0 packed": ("uint8", (200, 10), "uint8", lambda w: mxfp4.quantize(w)),
+}
+
+
+@pytest.mark.parametrize("transport", ["tensor", "broadcast"])
+@pytest.mark.parametrize("case", CODECS)
+def test_engine_holds_the_codecs_bits(start_engine, pusher_for, case, transport):
+    dtype, scale_shape, scale_dtype, quantize = CODECS[case]
+    shape = (200, 160) if "packed" in case else (200, 320)
+    entries = quantised("w", shape, case.split()[0], dtype=dtype, scale_shape=scale_shape, scale_dtype=scale_dtype)
+    parameters = {e.name: torch.zeros(e.shape, dtype=getattr(torch, e.dtype)) for e in entries}
+    engine = start_engine(parameters, table=EngineTable(entries=entries))
+    weight = torch.randn(200, 320, dtype=torch.bfloat16)
+    pusher_for(engine, config=SyncConfig(transport=transport)).push([("w", weight)], 1)
+    codes, scale = quantize(weight)
+    assert torch.equal(parameters["w"].view(torch.uint8), codes)
+    assert torch.equal(parameters["w_scale_inv"], scale)
+
+
+def nvfp4_entries(name, rows, cols):
+    stem = name.removesuffix("weight")
+    return (
+        ParamEntry(name, (rows, cols // 2), "uint8", scale="nvfp4", scale_name=f"{stem}weight_scale"),
+        ParamEntry(f"{stem}weight_scale", (rows, cols // 16), FP8),
+        ParamEntry(f"{stem}weight_scale_2", (1,), "float32"),
+    )
+
+
+def test_nvfp4_gate_and_up_are_one_atomic_group_with_a_shared_maximum(start_engine, pusher_for):
+    gate, up = (f"model.layers.0.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up"))
+    entries = (*nvfp4_entries(gate, 32, 64), *nvfp4_entries(up, 32, 64), ParamEntry("norm", (8,), "float32"))
+    table = EngineTable(entries=entries)
+    parameters = {e.name: torch.zeros(e.shape, dtype=getattr(torch, e.dtype)) for e in entries}
+    engine = start_engine(parameters, table=table)
+    weights = {gate: torch.randn(32, 64), "norm": torch.randn(8), up: 7 * torch.randn(32, 64)}
+    config = NVFP4QDQConfig(decode="stored")
+    pusher = pusher_for(engine)
+    pusher._nvfp4 = config
+    report = pusher.push(weights.items(), 1)
+    assert set(report.engines.values()) == {"serving"}
+    amax = pair_amax(weights[gate], weights[up])
+    for name in (gate, up):
+        stored = nvfp4.quantize(weights[name], config, amax=amax)
+        stem = name.removesuffix("weight")
+        assert torch.equal(parameters[name], stored.weight)
+        assert torch.equal(parameters[f"{stem}weight_scale"].view(torch.uint8), stored.weight_scale)
+        assert torch.equal(parameters[f"{stem}weight_scale_2"], stored.weight_scale_2)
+    assert torch.equal(
+        parameters[f"{gate.removesuffix('weight')}weight_scale_2"],
+        parameters[f"{up.removesuffix('weight')}weight_scale_2"],
+    )
+    (buckets,) = ({p[0] for p in body["bucket"]["pieces"]} for path, body in engine.seen if "bucket" in body)
+    assert {gate, up} <= buckets
+
+
+def test_fused_and_sharded_fp8_is_quantised_whole_and_then_cut(start_engine, pusher_for):
+    weights = {"q": torch.randn(512, 128), "k": torch.randn(256, 128)}
+
+    def rank(r):
+        fused = ParamEntry(
+            "qk", (384, 128), FP8, scale="block128_fp32", scale_name="qk_scale", fused_from=("q", "k"), num_shards=2,
+            shard_dim=0,
+        )  # fmt: skip
+        table = EngineTable(
+            entries=(fused, ParamEntry("qk_scale", (3, 1), "float32", num_shards=2)), tp=2, engine_rank=r
+        )
+        return start_engine(
+            {e.name: torch.zeros(e.shape, dtype=getattr(torch, e.dtype)) for e in table.entries}, table=table
+        )
+
+    ranks = [rank(0), rank(1)]
+    pusher_for(*ranks).push(weights.items(), 1)
+    (q, q_scale), (k, k_scale) = (fp8_block.quantize(weights[name]) for name in ("q", "k"))
+    for r, engine in enumerate(ranks):
+        codes = torch.cat([q.chunk(2)[r], k.chunk(2)[r]])
+        assert torch.equal(engine.parameters["qk"].view(torch.uint8), codes)
+        assert torch.equal(engine.parameters["qk_scale"], torch.cat([q_scale.chunk(2)[r], k_scale.chunk(2)[r]]))
+        assert status(engine)["state"] == "serving"
+
+
+def test_a_cut_through_a_block_is_refused():
+    def plan(*entries, weights, **layout):
+        return build_plan(weights, [EngineTable(entries=entries, **layout)], run_id="r")
+
+    half = ParamEntry("w", (64, 128), FP8, scale="block128_fp32", scale_name="s", shard_dim=0)
+    with pytest.raises(PlanError, match=r"tp 2 cuts \[128, 128\] through a block of block128_fp32"):
+        plan(half, ParamEntry("s", (1, 1), "float32"), weights={"w": bf16(128, 128)}, tp=2)
+    fused = ParamEntry("w", (192, 128), FP8, scale="block128_fp32", scale_name="s", fused_from=("a", "b"), num_shards=2)
+    scale = ParamEntry("s", (2, 1), "float32", num_shards=2)
+    with pytest.raises(PlanError, match="64 rows of piece 0 end inside a block"):
+        plan(fused, scale, weights={"a": bf16(64, 128), "b": bf16(128, 128)})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (fp8_entries("w", (128, 128))[:1], r"needs its scale in 'w_scale_inv' with 1 pieces"),
+        (quantised("w", (4, 40), "mx32_e8m0", scale_shape=(4, 1), scale_dtype="uint8"), "columns in multiples of 32"),
+        (quantised("w", (4, 40), "block128_fp32", scale_shape=(1, 1), scale_dtype="uint8"), "w_scale_inv holds uint8"),
+        (quantised("w", (4, 40), "block128_fp32", dtype="uint8", scale_shape=(1, 1), scale_dtype="float32"), "stored as float8"),
+    ],
+)  # fmt: skip
+def test_a_table_that_cannot_hold_its_format_is_refused(entries, message):
+    with pytest.raises(PlanError, match=message):
+        build_plan({"w": bf16(*entries[0].shape)}, [EngineTable(entries=entries)], run_id="r")
+
+
+@pytest.mark.parametrize("transport", ["disk", "disk_delta"])
+def test_folders_refuse_quantised_engines_by_name(start_engine, pusher_for, transport):
+    entries = fp8_entries("w", (128, 128))
+    engine = start_engine(
+        {e.name: torch.zeros(e.shape, dtype=getattr(torch, e.dtype)) for e in entries},
+        table=EngineTable(entries=entries),
+    )
+    with pytest.raises(
+        SyncOptionError, match=rf"sync\.transport={transport} carries unquantised .* use sync\.transport=tensor"
+    ):
+        pusher_for(engine, config=SyncConfig(transport=transport)).push([("w", torch.zeros(128, 128))], 1)
