@@ -6,7 +6,6 @@ device stops the shard: nothing more starts, what runs is finished.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 
@@ -14,14 +13,13 @@ from ci.errors import CiError
 from ci.run import health, pytest_process, results
 from ci.run.cpu_form import RESERVE_S, _first_attempt_stands, _skipped
 from ci.run.devices import Device, with_visibility
+from ci.run.dispatch import dispatch
 from ci.run.gates import GateKeeper
 from ci.run.outcome import Judgement, ProcessEvidence
 from ci.run.retry import Classification
 from ci.run.shard import ShardRun, attempt_record, finish
 from ci.run.slots import Lease, LeaseManager, Request, check_requests, lease_environment
 from ci.run.unit import RunUnit, start_order
-
-POLL_S = 0.5
 
 
 def run(shard: ShardRun, keeper: GateKeeper, devices: Sequence[Device]) -> None:
@@ -43,30 +41,15 @@ class _GpuForm:
         self._shard, self._keeper, self._manager = shard, keeper, manager
         self._backend = shard.job.info.backend
         self._healthy: set[str] = set()
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
 
     def run_all(self, units: Sequence[RunUnit]) -> None:
-        """Start units as their devices become free, in the fair order of `LeaseManager`; return when all are over."""
-        pending = list(units)
-        self._threads = []
-        while pending and not self._stopped():
-            requests = [Request(unit.id, unit.num_gpus, unit.est_s) for unit in pending]
-            granted = self._manager.acquire_next(requests)
-            if granted is None:
-                with self._changed:
-                    self._changed.wait(POLL_S)
-                continue
-            place, lease = granted
-            thread = threading.Thread(target=self._guarded, args=(pending.pop(place), lease), name=lease.request.label)
-            self._threads.append(thread)
-            thread.start()
-        self._manager.close()
-        for thread in self._threads:
-            while thread.is_alive():
-                thread.join(POLL_S)
-        for unit in pending:
-            self._shard.add(_skipped(unit, self._shard))
+        """Run the units, as many at once as fit; what was not started when the shard stopped is recorded as such."""
+        requests = [Request(unit.id, unit.num_gpus, unit.est_s) for unit in units]
+        left = dispatch(
+            self._manager, requests, lambda place, lease: self._guarded(units[place], lease), stopped=self._stopped
+        )
+        for place in left:
+            self._shard.add(_skipped(units[place], self._shard))
 
     def _stopped(self) -> bool:
         if self._shard.left_s() <= RESERVE_S:
@@ -80,10 +63,6 @@ class _GpuForm:
         except (CiError, OSError, RuntimeError, ValueError, AssertionError) as error:
             judgement = self._infra("harness", "none", f"{type(error).__name__}: {error}")
             self._shard.add(finish(unit, judgement, [attempt_record(1, judgement, None, unit)], None))
-        finally:
-            lease.release()
-            with self._changed:
-                self._changed.notify_all()
 
     def _one(self, unit: RunUnit, lease: Lease) -> None:
         attempts: list[results.Attempt] = []

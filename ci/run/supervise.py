@@ -6,8 +6,7 @@ left, or the result names the survivors.
 
 from __future__ import annotations
 
-import contextlib
-import json
+import marshal
 import os
 import selectors
 import signal
@@ -76,16 +75,20 @@ class Ended:
 
 @dataclass
 class _Events:
-    """Lines from the supervisor, in pieces as they arrive."""
+    """Frames from the supervisor (`supervisor.frame`), in pieces as they arrive."""
 
     buffer: bytes = b""
     seen: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def feed(self, chunk: bytes) -> None:
-        *lines, self.buffer = (self.buffer + chunk).split(b"\n")
-        for line in lines:
-            event = json.loads(line)
+        self.buffer += chunk
+        while len(self.buffer) >= 10:
+            end = 10 + int(self.buffer[:10])
+            if len(self.buffer) < end:
+                return
+            event = marshal.loads(self.buffer[10:end])
             self.seen[event["event"]] = event
+            self.buffer = self.buffer[end:]
 
 
 def run(
@@ -129,9 +132,8 @@ def _send_job(process: subprocess.Popen[bytes], command: Command) -> None:
         "verify_s": command.verify_s,
         "leftover_grace_s": command.leftover_grace_s,
     }
-    data = json.dumps(job).encode()
     assert process.stdin is not None
-    view = memoryview(b"%010d" % len(data) + data)
+    view = memoryview(supervisor.frame(job))
     try:
         while view:
             view = view[os.write(process.stdin.fileno(), view) :]
@@ -198,8 +200,7 @@ def _lost(events: _Events, wall_s: float) -> Ended:
     survivors: tuple[Leftover, ...] = ()
     if started is not None:
         if started["cgroup"] is not None:
-            with contextlib.suppress(OSError), open(f"{started['cgroup']}/cgroup.kill", "w") as file:
-                file.write("1")
+            process_tree.write_file(f"{started['cgroup']}/cgroup.kill", "1")
         main = process_tree.read_process(started["pid"])
         tree = [] if main is None else [main, *process_tree.living_below(main.pid)]
         process_tree.send(tree, signal.SIGKILL)
