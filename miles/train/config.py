@@ -83,7 +83,7 @@ class RecomputeConfig(StrictModel):
     granularity: Literal["none", "selective", "full"] = "none"
     method: Literal["uniform", "block"] = "uniform"
     num_layers: int = Field(default=1, ge=1)
-    modules: tuple[str, ...] = ("core_attn",)
+    modules: tuple[Literal["core_attn", "mlp"], ...] = ("core_attn",)
 
 
 class MegatronConfig(StrictModel):
@@ -106,6 +106,8 @@ class TrainConfig(StrictModel):
     precision: Literal["fp32", "bf16"] = "fp32"
     recompute: RecomputeConfig = RecomputeConfig()
     megatron: MegatronConfig = MegatronConfig()
+    # Compute each distinct prompt of a micro-batch once for all its samples (context parallelism computes all).
+    share_prompts: bool = True
     num_threads: int = Field(default=1, ge=1)
     timeout_s: float = Field(default=300.0, gt=0)
     checkpoint_keep: int = Field(default=2, ge=1)

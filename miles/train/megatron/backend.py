@@ -265,7 +265,9 @@ class MegatronBackend:
                 f"{count} micro-batches are not a multiple of pp={parallel.pp}, which vpp={parallel.vpp} needs; "
                 f"schedule with micro_batch_multiple={parallel.pp}"
             )
-        return to_inputs(batch.micro_batches, self.config.parallel, self.mesh, self.platform.device)
+        return to_inputs(
+            batch.micro_batches, self.config.parallel, self.mesh, self.platform.device, share=self.config.share_prompts
+        )
 
     @property
     def _context_group(self) -> dist.ProcessGroup | None:

@@ -16,6 +16,7 @@ from miles.train.config import ParallelConfig
 from miles.train.errors import TrainError
 from miles.train.megatron.documents import DocumentLayout
 from miles.train.megatron.mesh import Mesh
+from miles.train.megatron.shared_prompts import share_prompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +41,17 @@ class ModelInput:
 
 
 def to_inputs(
-    micro_batches: Sequence[MicroBatch], parallel: ParallelConfig, mesh: Mesh, device: torch.device
+    micro_batches: Sequence[MicroBatch],
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    share: bool = False,
 ) -> list[ModelInput]:
-    """Move micro-batches to the device, cut for this context-parallel rank."""
+    """Move micro-batches to the device, cut for this context-parallel rank.
+
+    `share`: compute each distinct prompt once (not under context parallelism, where a slice has few whole prompts).
+    """
     multiple = parallel.tp if parallel.sp else 1
     if parallel.cp > 1:
         kind = Zigzag if parallel.cp_layout == "zigzag" else ContiguousAllGather
@@ -57,6 +66,10 @@ def to_inputs(
                 f"divide; build the batch with pad_multiple={multiple}"
             )
         tensors = to_tensors(batch, device)
+        shared = share_prompts(batch, tensors, device, multiple=multiple) if share else None
+        if shared is not None:
+            inputs.append(ModelInput(*shared, len(batch.target_ids)))
+            continue
         layout = DocumentLayout.from_lengths(tensors.bounds.lengths, device) if tensors.bounds is not None else None
         inputs.append(ModelInput(tensors, layout, len(batch.target_ids)))
     return inputs

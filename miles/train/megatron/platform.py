@@ -55,6 +55,8 @@ CPU_SYMBOLS = (
         "only while a model is built: a tied embedding is moved to 'cuda' before its stages agree on it",
         ("0.16.1",),
     ),
+    Symbol("random._get_cuda_rng_state", "recompute keeps the CUDA generator's state beside the CPU's", ("0.16.1",)),
+    Symbol("random._set_cuda_rng_state", "recompute restores it", ("0.16.1",)),
     Symbol(
         "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
         "a CUDA stream is created when the first dispatcher is built",
@@ -112,9 +114,12 @@ def apply_cpu_shim() -> tuple[Symbol, ...]:
         _replace(torch.cuda, "current_device", lambda: cpu)
         _replace(torch.cuda, "synchronize", lambda device=None: None)
         from megatron.core.pipeline_parallel import schedules
+        from megatron.core.tensor_parallel import random as core_random
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
         _replace(schedules, "torch", _TorchOnCpu())
+        _replace(core_random, "_get_cuda_rng_state", lambda *_, **__: None)
+        _replace(core_random, "_set_cuda_rng_state", lambda *_, **__: None)
         _replace(Dispatcher, "cuda_dtoh_stream", _NoStream())
         _replace(Dispatcher, "_maybe_dtoh_and_synchronize", _splits_as_numpy)
         _applied = True

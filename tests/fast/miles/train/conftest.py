@@ -49,7 +49,7 @@ def moe_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Pa
     from miles.models.create import create_checkpoint
 
     shape = ModelShape(
-        hidden_size=32, head_dim=8, init_std=0.2, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=16
+        hidden_size=32, head_dim=8, init_std=0.2, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=32
     )
     return create_checkpoint(
         tmp_path_factory.mktemp("model") / "moe",
@@ -192,15 +192,23 @@ def make_backend(
     algo: Any = None,
     lr: float = 1e-2,
     loaded: bool = True,
+    recompute: dict[str, Any] | None = None,
+    install: Any = None,
+    announce: Callable[[Any], None] | None = None,
     **parallel: Any,
 ) -> Any:
-    """A backend that joined its mesh; with weights unless `loaded` is false."""
+    """A backend that joined its mesh; with weights unless `loaded` is false. `announce` gets it before `init`."""
     from miles.algos.config import AlgoConfig
-    from miles.train.config import OptimizerConfig, ParallelConfig, TrainConfig
+    from miles.train.config import OptimizerConfig, ParallelConfig, RecomputeConfig, TrainConfig
     from miles.train.megatron.backend import MegatronBackend
 
     backend = MegatronBackend(
-        config=TrainConfig(parallel=ParallelConfig(**parallel), optimizer=OptimizerConfig(lr=lr), timeout_s=60.0),
+        config=TrainConfig(
+            parallel=ParallelConfig(**parallel),
+            optimizer=OptimizerConfig(lr=lr),
+            recompute=RecomputeConfig(**(recompute or {})),
+            timeout_s=60.0,
+        ),
         algo=algo or AlgoConfig(),
         model_dir=model,
         rank=rank,
@@ -208,8 +216,11 @@ def make_backend(
         master_addr="127.0.0.1",
         master_port=port,
         seed=0,
+        install=install,
         listener=LISTENERS.get(port),
     )
+    if announce is not None:
+        announce(backend)
     backend.init()
     if loaded:
         backend.load()

@@ -27,13 +27,13 @@ MOE_MESHES = {
 }
 
 
-def gradients(toolbox, model_dir, layout, steps=2, tokens=8192, **parallel):
+def gradients(toolbox, model_dir, layout, steps=2, tokens=8192, recompute=None, **parallel):
     """Body of a rank: full gradients by Hugging Face name (rank 0), and the metrics of `steps` steps."""
 
     def body(rank, world, port):
         from miles.train.megatron import loop
 
-        backend = toolbox.backend(model_dir, rank, world, port, **parallel)
+        backend = toolbox.backend(model_dir, rank, world, port, recompute=recompute or {}, **parallel)
         multiple = parallel.get("tp", 1) if parallel.get("sp") else 1
         batch = toolbox.batch(
             toolbox.samples(ragged=True, response=6, off_policy=True),
@@ -118,6 +118,20 @@ def test_gradient_of_experts_equals_the_single_process_gradient(mesh, ranks, too
 @pytest.mark.parametrize(("layout", "tokens"), [("thd", 8192), ("thd", 24), ("bshd", 24)])
 def test_gradient_does_not_depend_on_layout_or_micro_batches(layout, tokens, ranks, toolbox, model_dir, single):
     check_equal(ranks(gradients(toolbox, model_dir, layout, tokens=tokens), 1)[0], single)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"granularity": "selective"},
+        {"granularity": "full"},
+        {"granularity": "full", "method": "block", "num_layers": 2},
+    ],
+    ids=["selective", "full_uniform", "full_block"],
+)
+def test_recompute_gives_the_same_gradient(recompute, layout, ranks, toolbox, model_dir, single):
+    check_equal(ranks(gradients(toolbox, model_dir, layout, recompute=recompute), 1)[0], single)
 
 
 def test_packed_documents_under_tensor_and_sequence_parallel(ranks, toolbox, model_dir, single):
