@@ -6,17 +6,15 @@ Reports `{"url", "pid"}` or `{"error", "exit_code"}` as one JSON line on `--read
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
-PARENT_POLL_S = 0.25
+from miles.rollout.engines.start_report import end_with_parent, say
 
 
 def main() -> int:
@@ -27,8 +25,7 @@ def main() -> int:
     parser.add_argument("--ready-fd", type=int, default=-1, help="file descriptor for the one-line report")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this parent is gone; 0: never")
     args = parser.parse_args()
-    if args.parent_pid:
-        threading.Thread(target=_end_with_parent, args=(args.parent_pid,), daemon=True).start()
+    end_with_parent(args.parent_pid)
     report = os.fdopen(args.ready_fd, "w") if args.ready_fd >= 0 else sys.stdout
     from miles.config import MilesError
     from miles.rollout.config import EngineConfig
@@ -39,16 +36,9 @@ def main() -> int:
         listener = listen(config.host, config.port, option="engine.port")
         server = _build(config, args.model, args.weight_version)
     except MilesError as error:
-        _say(report, {"error": str(error), "exit_code": error.exit_code})
+        say(report, {"error": str(error), "exit_code": error.exit_code})
         return error.exit_code
     return _serve(server, listener, report)
-
-
-def _end_with_parent(parent: int) -> None:
-    # Polling, not a death signal: that one fires when the parent's *thread* ends.
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_S)
-    os._exit(0)
 
 
 def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
@@ -109,16 +99,9 @@ def _serve(server: Any, listener: socket.socket, report: Any) -> int:
         server.app(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600, backlog=1024
     )
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    _say(report, {"url": url_of(listener), "pid": os.getpid()})
+    say(report, {"url": url_of(listener), "pid": os.getpid()})
     uvicorn.Server(config).run(sockets=[listener])
     return 0
-
-
-def _say(report: Any, message: dict[str, Any]) -> None:
-    report.write(json.dumps(message) + "\n")
-    report.flush()
-    if report is not sys.stdout:
-        report.close()
 
 
 if __name__ == "__main__":

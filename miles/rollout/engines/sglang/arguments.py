@@ -1,0 +1,50 @@
+"""The command line of an SGLang server for an `EngineConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from miles.config import ConfigError
+from miles.rollout.config import EngineConfig
+
+# Set by us; as server_args they would contradict what the rest of the run believes.
+RESERVED = frozenset({"model-path", "host", "port", "nccl-port", "dist-init-addr", "weight-version"})
+# Every port that a server opens is leased: HTTP, NCCL, rendezvous.
+PORTS = 3
+
+
+def server_arguments(config: EngineConfig, model_dir: Path, ports: list[int], *, weight_version: int) -> list[str]:
+    """Arguments after `python -m sglang.launch_server`. `ConfigError` for a reserved or ill-typed server argument."""
+    http, nccl, rendezvous = ports
+    arguments: dict[str, object] = {
+        "model-path": str(model_dir),
+        "host": config.host,
+        "port": http,
+        "nccl-port": nccl,
+        "dist-init-addr": f"127.0.0.1:{rendezvous}",
+        "weight-version": weight_version,
+        "device": "cuda" if config.device.startswith("cuda") else config.device,
+        "dtype": config.dtype,
+        "max-running-requests": config.max_running,
+        "max-total-tokens": config.max_total_tokens,
+        "chunked-prefill-size": config.max_prefill_tokens,
+        "skip-tokenizer-init": True,
+    }
+    if config.context_length is not None:
+        arguments["context-length"] = config.context_length
+    if not config.prefix_cache:
+        arguments["disable-radix-cache"] = True
+    for name, value in config.server_args.items():
+        key = name.lstrip("-").replace("_", "-")
+        if key in RESERVED:
+            raise ConfigError(f"engine.server_args.{name} is set by the run; remove it (see engine.host, engine.port)")
+        if not isinstance(value, str | int | float | bool):
+            raise ConfigError(f"engine.server_args.{name}: {value!r} is a {type(value).__name__}, expected one value")
+        arguments[key] = value
+    line: list[str] = []
+    for key, value in arguments.items():
+        if value is True:
+            line.append(f"--{key}")
+        elif value is not False:
+            line += [f"--{key}", str(value)]
+    return line
