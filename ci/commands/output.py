@@ -27,10 +27,13 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, rig
         else:
             table = Table(box=None, header_style="bold", pad_edge=False)
             for index, header in enumerate(headers):
-                table.add_column(header, justify="right" if index in right else "left", overflow="fold")
+                table.add_column(header, justify="right" if index in right else "left", no_wrap=True)
             for row in rows:
                 table.add_row(*(escape_markup(str(cell)) for cell in row))
-            Console().print(table)
+            # A row broken inside its cells is unreadable: on a narrow terminal the line runs on instead.
+            needed = max(len(line) for line in plain_table(headers, rows, right=right).split("\n"))
+            console = Console()
+            Console(width=max(console.width, needed + len(headers))).print(table)
             return
     print(plain_table(headers, rows, right=right))
 
