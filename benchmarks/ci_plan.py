@@ -124,6 +124,22 @@ def planning_alone(root: Path) -> tuple[float, float]:
     return min(times)
 
 
+def import_of_declarations(repeat: int) -> tuple[float, float]:
+    """What `from ci.declare import …` costs a test file, inside a fresh interpreter."""
+    code = (
+        "import time; start = time.perf_counter(), time.process_time(); import ci.declare; "
+        "print(time.perf_counter() - start[0], time.process_time() - start[1])"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split()
+        for _ in range(repeat)
+    ]
+    wall, cpu = min((float(wall), float(cpu)) for wall, cpu in outputs)
+    return wall, cpu
+
+
 def parse_all(root: Path) -> tuple[float, float]:
     start, used = time.perf_counter(), time.process_time()
     for path in sorted((root / "tests").rglob("*.py")):
@@ -154,6 +170,7 @@ def main() -> None:
         times["miles-ci list, 400 files"] = best([*miles_ci, "list"], small, args.repeat)
         times["miles-ci list, this repository"] = best([*miles_ci, "list", "--root", str(ROOT)], ROOT, args.repeat)
         times["miles-ci --help"] = best([*miles_ci, "--help"], ROOT, args.repeat)
+        times["import ci.declare"] = import_of_declarations(5)
         times["ast.parse of every file"] = parse_all(tree)
         if not args.skip_pytest:
             collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
@@ -165,6 +182,7 @@ def main() -> None:
         "miles-ci list, 400 files": 0.8,
         "miles-ci list, this repository": 0.8,
         "miles-ci --help": 0.2,
+        "import ci.declare": 0.005,
     }
     warm = times["miles-ci plan, warm"][0]
     load = os.getloadavg()[0]
