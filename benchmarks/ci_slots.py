@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ci.plan.slots import lower_bound, schedule
+from ci.plan.slots import lower_bound, schedule, start_key
 from ci.run import supervise
 from ci.run.devices import Device
 from ci.run.dispatch import dispatch
@@ -58,7 +58,7 @@ def make_jobs(count: int, seed: int, seconds: float) -> list[Job]:
         Job(f"job-{n:03d}", max(50, round(1000 * seconds * rng.lognormvariate(0, 0.8))), rng.choices(sizes, weights)[0])
         for n in range(count)
     ]
-    return sorted(jobs, key=lambda job: (-job.devices * job.ms, job.id))
+    return sorted(jobs, key=start_key)
 
 
 def run_one(job: Job, folder: Path, fds: tuple[int, ...] = ()) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from ci.plan.slots import start_key
 
 MIN_TIMEOUT_S = 300.0
 TIMEOUT_FACTOR = 3.0
@@ -35,6 +37,14 @@ class RunUnit:
     declaration_error: str | None = None
     gates: tuple[Any, ...] = field(default=(), hash=False)
 
+    @property
+    def ms(self) -> int:
+        return round(self.est_s * 1000)
+
+    @property
+    def devices(self) -> int:
+        return self.num_gpus
+
     def targets(self) -> list[str]:
         """Arguments that make pytest run this unit and nothing else."""
         if self.nodes:
@@ -42,15 +52,9 @@ class RunUnit:
         return [self.path, *(word for node in self.deselect for word in ("--deselect", node))]
 
 
-def timeout_of(*, declared_s: float | None, est_s: float, suite_limit_s: float) -> float:
-    """The declared limit, else max(3 x estimate, 300 s); never more than the suite allows for one test."""
-    wanted = declared_s if declared_s is not None else max(TIMEOUT_FACTOR * est_s, MIN_TIMEOUT_S)
-    return min(wanted, suite_limit_s)
-
-
-def start_order(units: Sequence[RunUnit]) -> list[RunUnit]:
-    """Largest devices x estimate first: what fills the most of the host must not come last. Ties by id."""
-    return sorted(units, key=lambda unit: (-max(unit.num_gpus, 1) * unit.est_s, unit.id))
+def start_order(units: Iterable[RunUnit]) -> list[RunUnit]:
+    """The order in which the planner expects them to start."""
+    return sorted(units, key=start_key)
 
 
 def slug(name: str) -> str:
