@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|~$:@-])")
+JOINER = "\u2060"
+_MARKUP = re.compile(r"([\\`*_{}\[\]()#+!|~$:@-])")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
 
@@ -15,8 +16,15 @@ def one_line(text: str, limit: int = 200) -> str:
 
 
 def markdown(text: str, limit: int = 200) -> str:
-    """Plain text for GitHub Markdown, also inside a table cell."""
-    return _MARKUP.sub(r"\\\1", one_line(text, limit)).replace("\\@", "@\u2060")
+    """Plain text for GitHub Markdown, also inside a table cell.
+
+    Escapes do not stop GitHub's own links (#12, @team, bare addresses): a word joiner breaks those.
+    """
+    flat = one_line(text, limit).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    flat = _MARKUP.sub(r"\\\1", flat)
+    for sign in ("\\@", "\\#"):
+        flat = flat.replace(sign, sign[1] + JOINER)
+    return flat.replace("\\:", f":{JOINER}")
 
 
 def code(text: str, limit: int = 200) -> str:

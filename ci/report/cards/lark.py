@@ -32,6 +32,7 @@ FINAL_CODES = {
     9499: "the request is malformed or too large",
 }
 STALE_SIGNATURE = 19021
+_ENTITIES = {ord(char): f"&#{ord(char)};" for char in "&<>\\`*_~[]()#!|@"}
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)
 ATTEMPTS = 5
 
@@ -44,12 +45,7 @@ def sign(timestamp: int, secret: str) -> str:
 
 def escape(text: str, limit: int = 280) -> str:
     """Plain text inside Lark Markdown: no formatting, no links, no `<at>`."""
-    flat = one_line(text, limit)
-    for char, code in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():
-        flat = flat.replace(char, code)
-    for char in "\\`*_~[]()#!|":
-        flat = flat.replace(char, f"&#{ord(char)};")
-    return flat
+    return one_line(text, limit).translate(_ENTITIES)
 
 
 @dataclass(frozen=True)
