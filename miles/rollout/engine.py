@@ -213,6 +213,7 @@ class EngineClient:
             for call in calls:
                 if not call.future.done():
                     call.future.set_exception(error)
+                    call.future.exception()  # seen, even if that caller was cancelled meanwhile
             return
         except asyncio.CancelledError:
             for call in calls:

@@ -6,6 +6,7 @@ Reports `{"url", "pid"}` or `{"error", "exit_code"}` as one JSON line on `--read
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -95,12 +96,17 @@ def _serve(server: Any, listener: socket.socket, report: Any) -> int:
 
     from miles.rollout.http_server import url_of
 
+    class Server(uvicorn.Server):
+        # An engine has nothing to save: it ends at once on a signal, whatever is running.
+        capture_signals = contextlib.nullcontext
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda caught, _: os._exit(128 + caught))
     config = uvicorn.Config(
         server.app(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600, backlog=1024
     )
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     say(report, {"url": url_of(listener), "pid": os.getpid()})
-    uvicorn.Server(config).run(sockets=[listener])
+    Server(config).run(sockets=[listener])
     return 0
 
 

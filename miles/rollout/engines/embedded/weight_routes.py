@@ -8,6 +8,7 @@ sender that falls silent past its announced timeout leaves the engine dirty.
 |---|---|
 | GET /parameter_table | -> {schema, tables, engine_epoch, host, transports, weights} |
 | GET /weight_status | -> the receiver's status |
+| GET /parameter_digests | -> {digests: {destination: hex digest of what is held now}, weights} |
 | POST /begin_weight_update | {schema, run_id, weight_version, selector, plan_digest, table_digest, engine_epoch, pause, timeout_s} -> {session} |
 | POST /update_weights_from_tensor | {session, plan_digest, selector, weight_version, load_format, flush_cache, bucket, handle} -> {sequence, digest} |
 | POST /init_weights_update_group | {group_name, master_address, master_port, rank_offset, world_size, backend, timeout_s} |
@@ -126,6 +127,12 @@ class WeightService:
             "weight_version": str(gate.version),
             "open_handles": self.buffers.count,
         }
+
+    async def digests(self) -> dict[str, Any]:
+        """Digests of all parameters; waits for an update in progress to end its current message."""
+        async with self._lock:
+            digests = await asyncio.to_thread(self.receiver.digests)
+        return {"success": True, "message": "", "digests": digests, "weights": self.status()}
 
     async def handle(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         """One POST: (HTTP status, reply). Errors that end the session have already made the engine dirty."""
@@ -310,10 +317,14 @@ def register_routes(app: Any, service: WeightService) -> None:
     async def weight_status(request: Request) -> Response:
         return _json(200, service.status())
 
+    async def parameter_digests(request: Request) -> Response:
+        return _json(200, await service.digests())
+
     for path in service.post_routes:
         app.add_route(path, post, methods=["POST"])
     app.add_route("/parameter_table", parameter_table, methods=["GET"])
     app.add_route("/weight_status", weight_status, methods=["GET"])
+    app.add_route("/parameter_digests", parameter_digests, methods=["GET"])
 
 
 def _json(status: int, value: dict[str, Any]) -> Response:

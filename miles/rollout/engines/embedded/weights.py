@@ -145,6 +145,11 @@ class WeightReceiver:
             "reason": self.dirty_reason,
         }
 
+    def digests(self) -> dict[str, str]:
+        """Destination -> digest (hex) of the bytes it holds now, aliases left out."""
+        names = [entry.name for entry in self.table.entries if entry.filled_by_sync]
+        return {name: f"{digest(self._parameters[name]):#x}" for name in names}
+
     def check_begin(self, begin: BeginUpdate, now: float) -> None:
         """Refusals that leave the engine as it is: another session runs, or the trainer read another engine."""
         if self._session is not None:

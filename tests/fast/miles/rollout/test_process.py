@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -44,6 +45,20 @@ def test_kill_ends_the_process_and_may_be_called_twice(tiny_model):
         assert gone(handle.pid)
         assert not handle.alive()
         handle.kill()
+
+
+def test_kill_does_not_wait_for_requests_that_run(tiny_model):
+    with launch(EngineConfig(max_running=8, max_total_tokens=1024), tiny_model) as handle:
+        httpx.post(handle.url + "/pause_generation", json={"mode": "in_place"})
+        body = {"input_ids": [2, 3], "sampling_params": {"max_new_tokens": 4}}
+        with httpx.Client(timeout=30) as client, ThreadPoolExecutor(1) as pool:
+            call = pool.submit(client.post, handle.url + "/generate", json=body)
+            time.sleep(0.2)
+            started = time.monotonic()
+            handle.kill()
+            assert time.monotonic() - started < 2
+            with pytest.raises(httpx.HTTPError):
+                call.result()
 
 
 def test_the_engine_ends_when_its_parent_is_killed(tiny_model):
