@@ -31,8 +31,11 @@ def all_reduce(
     if group_size(group) == 1:
         return tensor
     try:
-        work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-        work.wait(timedelta(seconds=timeout_s))
+        if tensor.is_cuda:
+            # NCCL's own watchdog bounds it; a bounded wait here would stall the host until the device is done.
+            dist.all_reduce(tensor, op=op, group=group)
+        else:
+            dist.all_reduce(tensor, op=op, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise RuntimeError(
             f"all-reduce of {name} {list(tensor.shape)} failed on rank {dist.get_rank()} within {timeout_s:g} s: {error}"

@@ -91,8 +91,8 @@ class Sample:
     def truncated_to(self, total_length: int) -> Sample:
         """A copy with the first `total_length` tokens; every per-token field is cut with them.
 
-        The only way to cut a sample. The prompt is never cut (`ValueError`). The status becomes truncated
-        when a token is lost.
+        The only way to cut a sample. The prompt is never cut (`ValueError`). A completed sample
+        that loses a token becomes truncated.
         """
         if total_length < self.prompt_length:
             raise ValueError(
@@ -102,7 +102,9 @@ class Sample:
         if total_length >= self.total_length:
             return self
         n = total_length - self.prompt_length
-        cut: dict[str, Any] = {"tokens": self.tokens[:total_length].copy(), "status": Status.TRUNCATED}
+        # A failed or aborted sample stays so: cutting must not make it count.
+        status = Status.TRUNCATED if self.status == Status.COMPLETED else self.status
+        cut: dict[str, Any] = {"tokens": self.tokens[:total_length].copy(), "status": status}
         for name in ("loss_mask", *RESPONSE_FIELDS):
             value = getattr(self, name)
             cut[name] = None if value is None else value[:n].copy()

@@ -37,6 +37,10 @@ def test_truncate_cuts_all_fields(make_sample, kept):
     np.testing.assert_array_equal(np.repeat(cut.version_spans[:, 0], cut.version_spans[:, 1]), expanded)
 
 
+def test_cutting_does_not_make_a_failed_sample_count(make_sample):
+    assert make_sample(status=Status.ABORTED).truncated_to(4).status == Status.ABORTED
+
+
 def test_a_cut_into_the_prompt_is_refused(make_sample):
     with pytest.raises(ValueError, match="the prompt alone has 3"):
         make_sample().truncated_to(2)
