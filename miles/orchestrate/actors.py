@@ -5,6 +5,7 @@ Heavy libraries are loaded inside the methods, so that an actor exists at once a
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Sequence
@@ -61,6 +62,9 @@ class TrainWorker:
 
         if self._backend.parallel_layout.is_sync_rank:
             self._pusher = WeightPusher(engine_urls, self._recipe.sync, run_id=run_id)
+        # What start-up made lives to the end: collections during the steps need not walk over it.
+        gc.collect()
+        gc.freeze()
 
     def step(self, batch: RankBatch) -> dict[str, float]:
         """One optimizer step; collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import time
 from collections.abc import Sequence
@@ -89,6 +90,9 @@ class _Session:
                 loop = TrainingLoop(
                     recipe, fleet, rollout, prompts, folder, self.tokenizer.pad_id, record, before_checkpoint=log.sync
                 )
+                # What start-up made lives to the end: collections during the steps need not walk over it.
+                gc.collect()
+                gc.freeze()
                 await loop.run(first_step)
                 evaluation = await self._evaluate(client, prompts)
             self.progress.stage("exporting the model")
