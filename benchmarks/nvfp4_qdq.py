@@ -219,7 +219,7 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "command": "python " + " ".join(sys.argv),
+        "command": "python " + " ".join(Path(a).name if a.startswith("/") else a for a in sys.argv),
         "driver": subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version,clocks.sm", "--format=csv,noheader"],
             capture_output=True,

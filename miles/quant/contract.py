@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -161,18 +161,53 @@ def write(directory: Path, contract: QuantContract) -> str:
     return contract.digest()
 
 
-def read(directory: Path) -> QuantContract:
-    """The contract of a checkpoint. Raises when there is none, or when `config.json` repeats another digest."""
+def read(directory: Path, *, legacy: Mapping[str, Any] | None = None) -> QuantContract:
+    """The contract of a checkpoint, checked against the digest that `config.json` repeats.
+
+    Without a contract: an error, or with `legacy` (explicit fields: format, decode, four_over_six, tensors, ...) the
+    contract that the caller answers for. Quantised shared experts are refused either way.
+    """
+    directory = Path(directory)
     path = directory / FILE
-    if not path.exists():
-        raise QuantConfigError(
-            f"{directory} has no {FILE}: it was not made by `miles convert`. Make one with `miles convert requantise`, "
-            "or state the fields with `--accept-legacy FIELDS.json`"
-        )
-    contract = QuantContract.model_validate_json(path.read_text())
     config = directory / "config.json"
-    if config.exists():
-        repeated = json.loads(config.read_text()).get("quantization_config", {}).get(DIGEST_KEY)
-        if repeated is not None and repeated != contract.digest():
-            raise ContractMismatch(f"{config}: {DIGEST_KEY} is {repeated}, {FILE} has {contract.digest()}")
+    quantization = json.loads(config.read_text()).get("quantization_config", {}) if config.exists() else {}
+    refuse_quantised_shared_experts(_tensor_names(directory), where=str(directory))
+    if not path.exists():
+        if legacy is None:
+            raise QuantConfigError(
+                f"{directory} has no {FILE}: it was not made by `miles convert`. Make one with `miles convert requantise`, "
+                "or state the fields with `--accept-legacy FIELDS.json`"
+            )
+        return _legacy(legacy)
+    contract = QuantContract.model_validate_json(path.read_text())
+    repeated = quantization.get(DIGEST_KEY)
+    if repeated is not None and repeated != contract.digest():
+        raise ContractMismatch(f"{config}: {DIGEST_KEY} is {repeated}, {FILE} has {contract.digest()}")
     return contract
+
+
+def _legacy(fields: Mapping[str, Any]) -> QuantContract:
+    needed = ("format", "block", "scale_dtype", "decode", "four_over_six", "tensors", "gate_up_shared")
+    missing = [f for f in needed if f not in fields]
+    if missing:
+        raise QuantConfigError(f"--accept-legacy needs every field stated, missing: {', '.join(missing)}")
+    filled = {
+        "scope_digest": scope_digest(fields["tensors"]),
+        "source_digest": "legacy",
+        "producer": {"conversion": "legacy"},
+        "lossless": False,
+        **fields,
+    }
+    return QuantContract.model_validate_json(json.dumps(filled))
+
+
+def _tensor_names(directory: Path) -> list[str]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        return list(json.loads(index.read_text())["weight_map"])
+    names: list[str] = []
+    for path in sorted(directory.glob("*.safetensors")):
+        with open(path, "rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        names += [n for n in header if n != "__metadata__"]
+    return names

@@ -16,6 +16,7 @@ from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.quant.codecs.checks import check_finite, check_weight, fp32_scalar
 
 BLOCK = 16
+CHUNK = 1 << 21
 TE_OVERFLOW = FLT_MAX / 448.0
 
 
@@ -46,22 +47,37 @@ def quantize(
 ) -> Packed:
     """[M, K] or [G, M, K] -> stored form; `amax` fp32 scalar, or [G]."""
     amax = _checked(weight, config, amax, name)
-    blocks = reference.quantize_blocks(weight, amax, config)
+    _, s_dec = reference.tensor_scales(amax, config)
+    parts = [reference.quantize_blocks(part, amax, config) for part in _row_chunks(weight)]
     shape = (-1, 1, 1) if weight.dim() == 3 else (1,)
-    return Packed(
-        pack_e2m1(blocks.codes.flatten(-2)), blocks.scale8, blocks.s_dec.reshape(shape), blocks.amax.reshape(shape)
-    )
+    packed = torch.cat([pack_e2m1(part.codes.flatten(-2)) for part in parts], dim=-2)
+    return Packed(packed, torch.cat([p.scale8 for p in parts], dim=-2), s_dec.reshape(shape), amax.reshape(shape))
+
+
+def _row_chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of at most about 2M elements along the rows: bounds the fp32 temporaries of a large weight."""
+    per_row = tensor.numel() // tensor.shape[-2]
+    return tensor.split(max(1, CHUNK // per_row), dim=-2)
 
 
 def dequantize(packed: Packed, config: NVFP4QDQConfig, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Stored form -> weights of `dtype`, by the configuration's `decode`; signed zeros kept."""
-    scale = e4m3_decode(packed.weight_scale)
-    if config.decode == "te":
-        factor = (scale * packed.amax) * fp32_scalar(1.0 / config.encode_numerator, scale)
-    else:
-        factor = scale * packed.weight_scale_2
-    values = e2m1_decode(unpack_e2m1(packed.weight)).unflatten(-1, (-1, BLOCK))
-    return (values * factor.unsqueeze(-1)).flatten(-2).to(dtype)
+    parts = []
+    for codes, bytes_ in zip(
+        _row_chunks(packed.weight), packed.weight_scale.split(_rows(packed.weight), dim=-2), strict=True
+    ):
+        scale = e4m3_decode(bytes_)
+        if config.decode == "te":
+            factor = (scale * packed.amax) * fp32_scalar(1.0 / config.encode_numerator, scale)
+        else:
+            factor = scale * packed.weight_scale_2
+        values = e2m1_decode(unpack_e2m1(codes)).unflatten(-1, (-1, BLOCK))
+        parts.append((values * factor.unsqueeze(-1)).flatten(-2).to(dtype))
+    return torch.cat(parts, dim=-2)
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    return _row_chunks(tensor)[0].shape[-2]
 
 
 def qdq(

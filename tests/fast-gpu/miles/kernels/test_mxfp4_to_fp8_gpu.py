@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ci.declare import register_cuda_ci
 
+from ci.declare import register_cuda_ci
 from miles.kernels.mxfp4_to_fp8 import api, reference
 
 register_cuda_ci(est_time=40, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])

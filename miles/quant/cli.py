@@ -1,0 +1,177 @@
+"""`miles convert`: checkpoint conversions that say what they lost. Mounted by `miles.cli` as a sub-application.
+
+Torch is imported by the commands, not here.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+convert_app = typer.Typer(name="convert", help="Convert checkpoints between number formats.", no_args_is_help=True)
+
+SourceArg = Annotated[Path, typer.Argument(help="Checkpoint directory to read.", exists=True, file_okay=False)]
+TargetArg = Annotated[Path, typer.Argument(help="Directory to write; empty, or with --resume an interrupted run's.")]
+ResumeOpt = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")]
+IgnoreOpt = Annotated[
+    list[str], typer.Option("--ignore", help="Keep in bf16: a name, a prefix ending in a dot, or re:PATTERN.")
+]
+FirstOpt = Annotated[
+    int, typer.Option("--bf16-first-layers", min=0, help="Decoder layers to keep in bf16 at the start.")
+]
+LastOpt = Annotated[int, typer.Option("--bf16-last-layers", min=0, help="Decoder layers to keep in bf16 at the end.")]
+FourOpt = Annotated[bool, typer.Option("--4over6", help="Choose per block between mapping the maximum to 6 or to 4.")]
+MaxOpt = Annotated[int, typer.Option("--e4m3-max", help="448, or 256 with --4over6.")]
+DomainOpt = Annotated[bool, typer.Option("--fp16-domain", help="Compare 4over6 errors in the fp16 domain.")]
+
+
+class OnLoss(StrEnum):
+    fail = "fail"
+    mxfp8 = "mxfp8"
+    report = "report"
+
+
+class ErrorSum(StrEnum):
+    MAE = "MAE"
+    MSE = "MSE"
+
+
+class Decode(StrEnum):
+    te = "te"
+    stored = "stored"
+
+
+class Scale(StrEnum):
+    fp32 = "fp32"
+    e8m0 = "e8m0"
+
+
+class Fp8Scope(StrEnum):
+    linears = "linears"
+    experts = "experts"
+
+
+ErrorOpt = Annotated[ErrorSum, typer.Option("--error-mode", help="How a block's errors are summed for 4over6.")]
+DecodeOpt = Annotated[Decode, typer.Option("--decode", help="Which decode the contract promises.")]
+
+
+def _say(report: dict, target: Path) -> None:
+    totals = report["totals"]
+    typer.echo(
+        f"{target}: {totals['tensors']} tensors converted, {totals['lossy_tiles']} of {totals['tiles']} tiles lossy, "
+        f"{totals['bytes_in'] / 1e9:.3f} GB in, {totals['bytes_out'] / 1e9:.3f} GB out, {totals['gigabytes_per_second']} GB/s"
+    )
+
+
+def _config(four: bool, e4m3_max: int, mode: ErrorSum, fp16: bool, decode: Decode):
+    from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
+    from miles.quant.errors import QuantConfigError
+
+    try:
+        return NVFP4QDQConfig(four, e4m3_max, ErrorMode(mode.value), fp16, decode.value)
+    except ValueError as error:
+        raise QuantConfigError(str(error)) from error
+
+
+@convert_app.command("mxfp4-to-fp8")
+def mxfp4_to_fp8(
+    source: SourceArg,
+    target: TargetArg,
+    on_loss: Annotated[
+        OnLoss, typer.Option(help="fail: write nothing; mxfp8: keep such weights exact; report: accept.")
+    ] = OnLoss.fail,
+    resume: ResumeOpt = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: same bytes.")] = "cpu",
+) -> None:
+    """MXFP4 experts to FP8 with 128x128 power-of-two scales; proves per tile whether anything rounds."""
+    from miles.quant.convert.mxfp4_to_fp8 import convert
+
+    _say(convert(source, target, on_loss=on_loss.value, resume=resume, device=device), target)
+
+
+@convert_app.command("bf16-to-nvfp4")
+def bf16_to_nvfp4(
+    source: SourceArg,
+    target: TargetArg,
+    four_over_six: FourOpt = False,
+    e4m3_max: MaxOpt = 448,
+    error_mode: ErrorOpt = ErrorSum.MAE,
+    fp16_domain: DomainOpt = False,
+    decode: DecodeOpt = Decode.te,
+    ignore: IgnoreOpt = [],  # noqa: B006  (typer copies it)
+    bf16_first_layers: FirstOpt = 0,
+    bf16_last_layers: LastOpt = 0,
+    resume: ResumeOpt = False,
+) -> None:
+    """Routed experts to NVFP4; gate and up share one tensor maximum."""
+    from miles.quant.convert.bf16 import to_nvfp4
+
+    config = _config(four_over_six, e4m3_max, error_mode, fp16_domain, decode)
+    edges = {"bf16_first_layers": bf16_first_layers, "bf16_last_layers": bf16_last_layers}
+    _say(to_nvfp4(source, target, config=config, ignore=ignore, resume=resume, **edges), target)
+
+
+@convert_app.command("bf16-to-fp8")
+def bf16_to_fp8(
+    source: SourceArg,
+    target: TargetArg,
+    scale: Annotated[Scale, typer.Option(help="fp32, or e8m0 (rounded up to a power of two).")] = Scale.fp32,
+    scope: Annotated[Fp8Scope, typer.Option(help="All 2-D projections, or routed experts.")] = Fp8Scope.linears,
+    ignore: IgnoreOpt = [],  # noqa: B006
+    resume: ResumeOpt = False,
+) -> None:
+    """2-D projections to FP8 E4M3 with 128x128 scales."""
+    from miles.quant.convert.bf16 import to_fp8
+
+    _say(to_fp8(source, target, scale=scale.value, scope=scope.value, ignore=ignore, resume=resume), target)
+
+
+@convert_app.command("fp8-to-mxfp8")
+def fp8_to_mxfp8(source: SourceArg, target: TargetArg, resume: ResumeOpt = False) -> None:
+    """FP8 with power-of-two 128x128 scales to MXFP8: exact."""
+    from miles.quant.convert.fp8_to_mxfp8 import convert
+
+    _say(convert(source, target, resume=resume), target)
+
+
+@convert_app.command("requantise")
+def requantise(
+    source: SourceArg,
+    target: TargetArg,
+    four_over_six: FourOpt = False,
+    e4m3_max: MaxOpt = 448,
+    error_mode: ErrorOpt = ErrorSum.MAE,
+    fp16_domain: DomainOpt = False,
+    decode: DecodeOpt = Decode.te,
+    ignore: IgnoreOpt = [],  # noqa: B006
+    bf16_first_layers: FirstOpt = 0,
+    bf16_last_layers: LastOpt = 0,
+    resume: ResumeOpt = False,
+) -> None:
+    """NVFP4 again, to a contract: for checkpoints without one, or with quantised shared experts."""
+    from miles.quant.convert.requantise import convert
+
+    config = _config(four_over_six, e4m3_max, error_mode, fp16_domain, decode)
+    edges = {"bf16_first_layers": bf16_first_layers, "bf16_last_layers": bf16_last_layers}
+    _say(convert(source, target, config=config, ignore=ignore, resume=resume, **edges), target)
+
+
+@convert_app.command("check")
+def check(
+    checkpoint: SourceArg,
+    against: Annotated[Path | None, typer.Option(help="Another checkpoint whose contract must be equal.")] = None,
+    accept_legacy: Annotated[
+        Path | None, typer.Option(help="JSON file with the contract's fields, for a checkpoint without one.")
+    ] = None,
+) -> None:
+    """Print a checkpoint's quantisation contract, and compare it with another's."""
+    from miles.quant import contract
+
+    found = contract.read(checkpoint, legacy=json.loads(accept_legacy.read_text()) if accept_legacy else None)
+    if against is not None:
+        contract.require_equal(contract.read(against), found, where=str(checkpoint))
+    typer.echo(found.canonical())
