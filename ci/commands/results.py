@@ -3,6 +3,7 @@
 miles-ci results show results                                      every results.json below the folder
 miles-ci results merge --plan plan.json results --out merged.json  exit 5 on a dark test
 miles-ci results merge --plan plan.json results --skipped stage-b-cpu="stage-a-cpu failed"
+miles-ci results flaky results --history URL --format json         drafted reports of flaky tests, and what to close
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from ci.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("show", "merge"))
+    parser.add_argument("action", choices=("show", "merge", "flaky"))
     parser.add_argument("places", nargs="+", metavar="PLACE", help="results.json files, or folders that hold them")
+    parser.add_argument("--history", metavar="URL", help="flaky: history store (default: MILES_CI_HISTORY_URL)")
     parser.add_argument("--plan", metavar="FILE", help="merge: the plan that was run")
     parser.add_argument("--out", metavar="FILE", help="merge: write the merged results as JSON")
     parser.add_argument("--suite", action="append", default=[], help="merge: look at this suite only (repeatable)")
@@ -39,6 +41,8 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError(f"{place}: no such file or folder")
     if args.action == "merge":
         return _merge(args, places)
+    if args.action == "flaky":
+        return _flaky(args, places)
     shards = results.load_all(places)
     if args.format == "json":
         print_json([shard.as_json() for shard in shards])
@@ -50,14 +54,13 @@ def main(args: argparse.Namespace) -> int:
 def _merge(args: argparse.Namespace, places: list[Path]) -> int:
     from ci.plan.model import Plan
     from ci.report import merge, results
-    from ci.run.results import RESULTS_NAME, read_results, write_json
+    from ci.run.results import read_results, write_json
 
     if not args.plan:
         raise UsageError("results merge needs --plan FILE: without the plan nothing can be called missing")
     plan = Plan.load(Path(args.plan))
     # No result at all is the worst dark case and must not end as a usage error.
-    files = [file for place in places for file in (sorted(place.rglob(RESULTS_NAME)) if place.is_dir() else [place])]
-    shards = [read_results(file) for file in files]
+    shards = [read_results(file) for file in results.find_results(places)]
     merged = merge.merge(plan, shards, skipped=_skipped(args.skipped), suites=args.suite or None)
     if args.out:
         write_json(Path(args.out), merged.as_json())
@@ -78,3 +81,45 @@ def _skipped(words: list[str]) -> dict[str, str]:
             raise UsageError(f"--skipped {word}: write SUITE=REASON")
         found[suite] = reason
     return found
+
+
+def _flaky(args: argparse.Namespace, places: list[Path]) -> int:
+    """Reports to open and tests whose report may be closed; drafts only, nothing is sent."""
+    from ci.environment import read
+    from ci.history.flaky import CLOSE_AFTER, FLAKY, RECOVERED, assess, issue_body, issue_title
+    from ci.history.store import open_store
+    from ci.report.results import load_all
+
+    address = args.history or read("MILES_CI_HISTORY_URL")
+    store = open_store(address) if address else None
+    drafts, closing = [], []
+    try:
+        for shard in load_all(places):
+            for test in shard.tests:
+                past = store.outcomes(test=test.unit, suite=shard.info.suite, limit=CLOSE_AFTER) if store else []
+                found = assess(
+                    test=test.unit, suite=shard.info.suite, outcome=test.outcome, reruns=test.reruns, history=past
+                )
+                if found.state == RECOVERED:
+                    closing.append({"test": found.test, "suite": found.suite, "title": issue_title(found)})
+                elif found.state == FLAKY:
+                    first = next((failure for attempt in test.attempts for failure in attempt.failures), None)
+                    body = issue_body(
+                        found,
+                        message=first.message if first else test.message,
+                        signature=first.signature if first else "",
+                        owner=shard.info.suite,
+                    )
+                    drafts.append({"test": found.test, "suite": found.suite, "title": issue_title(found), "body": body})
+    finally:
+        if store is not None:
+            store.close()
+    if args.format == "json":
+        print_json({"open": drafts, "close": closing})
+    else:
+        for draft in drafts:
+            print(f"# {draft['title']}\n\n{draft['body']}\n")
+        for entry in closing:
+            print(f"may be closed: {entry['title']}")
+        print(f"{len(drafts)} flaky, {len(closing)} recovered")
+    return 0

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ci.run.shard import ShardJob
     from ci.run.unit import RunUnit
 
+NIGHTLY_RERUNS = 3
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workspace(parser)
@@ -47,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=120.0,
         metavar="S",
         help="how long to wait for a device to be empty before its test is an infra failure (default: 120)",
+    )
+    parser.add_argument(
+        "--rerun-failed",
+        type=int,
+        metavar="K",
+        help="repeat failed tests up to K times afterwards, to tell flaky from broken (default: 3 in nightly runs, else 0)",
     )
     parser.add_argument("--quiet", action="store_true", help="show the logs of failing tests only")
     add_selection(parser)
@@ -124,6 +132,7 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
     from ci.report import junit
     from ci.report.results import summary
     from ci.run.console import Console
+    from ci.run.rerun import rerun_failed
     from ci.run.runner import run_plan
 
     folder = Path(args.results or read("MILES_CI_RESULTS_DIR") or space.root / "results").resolve() / shard.id
@@ -147,6 +156,9 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
         open_store=open_history if history else None,
         default_branch=default_branch(),
     )
+    times = args.rerun_failed if args.rerun_failed is not None else (NIGHTLY_RERUNS if plan.cadence == "nightly" else 0)
+    if times:
+        record = rerun_failed(job, record, times, devices=devices, console=console)
     junit.write(record, folder / junit.JUNIT_NAME)
     console.line(summary([record]))
     console.line(f"results: {folder}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ci.errors import UsageError
 from ci.run import results
+from ci.run.rerun import RERUN_PREFIX
 from ci.run.results import RESULTS_NAME, FailureRecord, ShardResults, TestResult
 
 SLOWEST = 5
@@ -23,12 +24,19 @@ class SignatureGroup:
     nodes: tuple[str, ...]
 
 
-def load_all(places: Iterable[Path]) -> list[ShardResults]:
-    """results.json files, given directly or found below folders. `UsageError` when there is none."""
-    wanted = list(places)
+def find_results(places: Iterable[Path]) -> list[Path]:
+    """results.json files, given directly or found below folders; those of repetitions (`rerun-N/`) are left out."""
     paths: list[Path] = []
-    for place in wanted:
-        paths.extend(sorted(place.rglob(RESULTS_NAME)) if place.is_dir() else [place])
+    for place in places:
+        found = sorted(place.rglob(RESULTS_NAME)) if place.is_dir() else [place]
+        paths.extend(path for path in found if not path.parent.name.startswith(RERUN_PREFIX))
+    return paths
+
+
+def load_all(places: Iterable[Path]) -> list[ShardResults]:
+    """Read them all. `UsageError` when there is none."""
+    wanted = list(places)
+    paths = find_results(wanted)
     if not paths:
         raise UsageError(f"no {RESULTS_NAME} below {', '.join(map(str, wanted)) or 'nothing'}")
     return [results.read_results(path) for path in paths]

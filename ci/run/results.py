@@ -87,6 +87,7 @@ class GateRecord:
 @dataclass(frozen=True)
 class TestResult:
     """One unit with all its attempts. `nodes`: id -> outcome of the last attempt's items, `node_ms` their durations.
+    `reruns`: outcomes of repetitions that only tell flaky from broken.
     `tolerated`: why a bad outcome does not block (declared reason), else empty."""
 
     __test__ = False
@@ -102,6 +103,7 @@ class TestResult:
     gates: tuple[GateRecord, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
     node_ms: Mapping[str, int] = field(default_factory=dict)
+    reruns: tuple[str, ...] = ()
 
     @property
     def blocks(self) -> bool:
@@ -230,6 +232,7 @@ def _test(entry: Mapping[str, Any]) -> TestResult:
         raise ValueError(f"outcome {fields['outcome']!r} is not known")
     fields["attempts"] = tuple(_attempt(attempt) for attempt in fields["attempts"])
     fields["gates"] = tuple(GateRecord(**gate) for gate in fields["gates"])
+    fields["reruns"] = tuple(fields.get("reruns", ()))
     return TestResult(**fields)
 
 

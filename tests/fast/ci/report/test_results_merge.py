@@ -28,7 +28,19 @@ def unit(name: str, suite: str = SUITE) -> Unit:
 
 def plan_of(*shards: list[str], suite: str = SUITE) -> Plan:
     parts = tuple(
-        Shard(suite, n, len(shards), "cpu", "cpu", None, ("ubuntu",), 2, 1000, 600, tuple(unit(name, suite) for name in names))
+        Shard(
+            suite,
+            n,
+            len(shards),
+            "cpu",
+            "cpu",
+            None,
+            ("ubuntu",),
+            2,
+            1000,
+            600,
+            tuple(unit(name, suite) for name in names),
+        )
         for n, names in enumerate(shards, 1)
     )
     total = sum(map(len, shards))
@@ -43,7 +55,9 @@ def passed(name: str, **changes) -> TestResult:
 
 
 def shard_of(plan: Plan, index: int, tests: list[TestResult], suite: str = SUITE, **changes) -> ShardResults:
-    info = RunInfo(suite, "cpu", "cpu", f"{index}/{len(plan.shards)}", plan.digest, "regular", "r", 1, "c", "", "", "x", "h", 0.0)
+    info = RunInfo(
+        suite, "cpu", "cpu", f"{index}/{len(plan.shards)}", plan.digest, "regular", "r", 1, "c", "", "", "x", "h", 0.0
+    )
     return ShardResults(dataclasses.replace(info, **changes), tests, status="complete", ended_at=1.0)
 
 
@@ -149,8 +163,12 @@ def test_the_strongest_exit_code_wins(outcomes, code):
 
 def test_results_survive_writing_and_reading(tmp_path):
     failure = FailureRecord("tests/fast/test_a.py::test_a", "ValueError", "bad \x00 value", "0" * 16, "a.py:f:1")
-    attempt = Attempt(1, "failed", 1.5, "bad", 1, None, "test", "test", "none", {"failed": 1}, (failure,), ("pid 1: x",), ("0:1",))
-    test = passed("a", outcome="failed", attempts=(attempt,), gates=(GateRecord("m", "fail", "x", 1.0),), node_ms={"n": 3})
+    attempt = Attempt(
+        1, "failed", 1.5, "bad", 1, None, "test", "test", "none", {"failed": 1}, (failure,), ("pid 1: x",), ("0:1",)
+    )
+    test = passed(
+        "a", outcome="failed", attempts=(attempt,), gates=(GateRecord("m", "fail", "x", 1.0),), node_ms={"n": 3}
+    )
     shard = shard_of(PLAN, 1, [test])
     shard.write(tmp_path)
     assert results.read_results(tmp_path / "results.json") == shard

@@ -84,7 +84,7 @@ class Outcome:
     folder: Path
 
     def results(self) -> dict[str, Any]:
-        (path,) = self.folder.glob("*/results.json")
+        (path,) = self.folder.glob("*/results.json")  # those of repetitions lie deeper
         return json.loads(path.read_text())
 
     def tests(self) -> dict[str, dict[str, Any]]:

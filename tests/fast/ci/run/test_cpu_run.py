@@ -330,3 +330,22 @@ def test_cancel_writes_partial_results_within_five_seconds(repository):
         "test_c_never.py": "cancelled",
     }
     assert process_tree.read_process(int(pidfile.read_text())) is None
+
+
+def test_failed_files_are_repeated_to_tell_flaky_from_broken(repository):
+    repository.file("test_sometimes.py", """
+        import pathlib
+        def test_a():
+            mark = pathlib.Path(__file__).with_suffix(".tried")
+            tried, _ = mark.exists(), mark.write_text("")
+            assert tried
+    """)  # fmt: skip
+    outcome = repository.run("--suite", "stage-a-cpu", "--rerun-failed", "3")
+    assert outcome.code == 1
+    test = outcome.tests()["test_sometimes.py"]
+    assert (test["outcome"], test["reruns"]) == ("failed", ["passed"])
+    done = subprocess.run(
+        repository.command("results", "flaky", str(outcome.folder)),
+        cwd=repository.root, env=repository.environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "passed 1 of 1 repetitions on the same commit" in done.stdout
