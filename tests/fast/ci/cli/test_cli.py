@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -362,3 +363,13 @@ def test_every_variable_and_every_reason_code_is_documented() -> None:
         assert f"| `{name}` | {meaning} |" in page
     for code in REASONS:
         assert f"`{code}`" in page
+
+
+def test_the_plan_of_a_tree_has_the_same_digest_under_every_hash_seed(tree: Path) -> None:
+    digests = set()
+    for seed in ("0", "1", "2", "3", "random"):
+        environ = {**os.environ, "PYTHONHASHSEED": seed, "MILES_CI_CACHE_DIR": str(tree / f"cache-{seed}")}
+        command = [sys.executable, "-m", "ci", "plan", "--cadence", "weekly", "--root", str(tree), "--format", "json"]
+        done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, check=True)
+        digests.add(json.loads(done.stdout)["digest"])
+    assert len(digests) == 1
