@@ -15,13 +15,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles.config import ConfigError
 from miles.data.prompts import Prompt
 from miles.data.sample import Sample, Status
 from miles.rollout.config import RolloutConfig
 from miles.rollout.errors import RolloutError
 from miles.rollout.filters import FilterChain
 from miles.rollout.generate import GenerateFn, single_turn
-from miles.rollout.groups import Engine, GroupRunner, Prompts, RolloutBatch
+from miles.rollout.groups import Engine, GroupRunner, ResumablePrompts, RolloutBatch
 from miles.rollout.metrics import oldest_version, rollout_metrics
 from miles.rollout.rewards import Decoder, RewardFn
 
@@ -57,13 +58,18 @@ class AsyncRollout:
         self,
         config: RolloutConfig,
         client: Engine,
-        prompts: Prompts,
+        prompts: ResumablePrompts,
         decoder: Decoder,
         *,
         run_seed: int,
         generate: GenerateFn = single_turn,
         reward: RewardFn | None = None,
     ) -> None:
+        if config.over_sampling != 1.0:
+            raise ConfigError(
+                f"rollout.over_sampling is {config.over_sampling:g}, but asynchronous rollouts keep max_staleness batches "
+                "in flight instead; set rollout.over_sampling to 1"
+            )
         self.config = config
         self.buffer = GroupBuffer()
         self.trained_version = 0

@@ -26,6 +26,13 @@ class Prompts(Protocol):
     def score(self, completion: str, prompt: Prompt) -> float: ...
 
 
+class ResumablePrompts(Prompts, Protocol):
+    """Whose cursor goes into a checkpoint; it has the key `next_index`."""
+
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
 class Engine(Protocol):
     """What a rollout needs of `EngineClient` or `EnginePool`."""
 

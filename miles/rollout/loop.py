@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from miles.config import ConfigError
 from miles.data.prompts import Prompt
 from miles.data.sample import Sample
 from miles.rollout.async_loop import AsyncRollout, GroupBuffer
@@ -39,6 +40,11 @@ class SyncRollout:
         generate: GenerateFn = single_turn,
         reward: RewardFn | None = None,
     ) -> None:
+        if config.max_staleness:
+            raise ConfigError(
+                f"rollout.max_staleness is {config.max_staleness}, but the loop is synchronous; set it to 0, or run the "
+                "asynchronous loop"
+            )
         self._config = config
         self._prompts = prompts
         self._runner = GroupRunner(

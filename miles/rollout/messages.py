@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -132,7 +132,7 @@ def read_replies(
     return results
 
 
-def _refuse(engine: str, rid: str, what: str) -> None:
+def _refuse(engine: str, rid: str, what: str) -> NoReturn:
     raise EngineReplyError(f"engine {engine}, request {rid}: {what}")
 
 

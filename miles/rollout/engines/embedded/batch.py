@@ -98,7 +98,7 @@ class Batch:
         """Settle the matching requests with what they produced, or with `refusal`; the number of them."""
         finish = {"type": "abort", "message": why}
         ended: list[EngineRequest] = []
-        kept = deque()
+        kept: deque[_Prefill] = deque()
         for entry in self.prefills:
             if any(matches(self.slots.request[s]) for s in (entry.slot, *entry.followers)):
                 # The others of the entry start over.

@@ -53,7 +53,7 @@ class Job:
     """The requests of one HTTP call. `done` is called once, on the scheduler's thread."""
 
     requests: list[EngineRequest]
-    done: Callable[[Job], None]
+    done: Callable[[Job], object]
     results: list[Output | Refusal | None] = field(default_factory=list)
     missing: int = 0
 

@@ -30,7 +30,7 @@ class Scheduler:
         self.gate.listener = self._wake
         self.paused = False
         self.failure: str | None = None
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._wakeup = threading.Condition()
         self._stopping = False
 
@@ -203,7 +203,7 @@ class Scheduler:
         self._post(work)
         return future
 
-    def _post(self, work: Callable[[], None]) -> None:
+    def _post(self, work: Callable[[], object]) -> None:
         with self._wakeup:
             self._inbox.append(work)
             self._wakeup.notify()

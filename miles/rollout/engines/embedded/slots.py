@@ -18,7 +18,8 @@ class Slots:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.free = list(range(capacity - 1, -1, -1))
-        self.request: list[EngineRequest | None] = [None] * capacity
+        # None (never read) where the slot is free.
+        self.request: list[EngineRequest] = [None] * capacity  # type: ignore[list-item]
         self.pages: list[list[int]] = [[] for _ in range(capacity)]
         self.length = np.zeros(capacity, dtype=np.int64)
         self.last_token = np.zeros(capacity, dtype=np.int64)
@@ -45,7 +46,7 @@ class Slots:
 
     def fill(self, slots: list[int], version: int) -> None:
         """Write the rows of slots just taken, all at once."""
-        requests: list[EngineRequest] = [self.request[slot] for slot in slots]  # type: ignore[misc]
+        requests = [self.request[slot] for slot in slots]
         params = [r.sampling for r in requests]
         pages = [self.pages[slot] for slot in slots]
         index = np.array(slots, dtype=np.int64)
@@ -74,7 +75,7 @@ class Slots:
 
     def give_back(self, slot: int) -> list[int]:
         """Free the slot; returns its pages, which the caller releases."""
-        pages, self.pages[slot], self.request[slot] = self.pages[slot], [], None
+        pages, self.pages[slot], self.request[slot] = self.pages[slot], [], None  # type: ignore[assignment]
         self.free.append(slot)
         return pages
 
@@ -103,7 +104,6 @@ class Slots:
     def cached_content(self, slot: int) -> list[bytes]:
         """Tokens of each full page whose keys and values are complete; empty when no page filled since the prompt."""
         request = self.request[slot]
-        assert request is not None
         complete = int(self.length[slot]) - 1
         if complete // PAGE == len(request.input_ids) // PAGE:
             return []

@@ -11,6 +11,7 @@ from fake_engine import FakeEngine, FakePrompts, Letters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.config import ConfigError
 from miles.rollout.config import FiltersConfig, RolloutConfig
 from miles.rollout.errors import RolloutError, RolloutStarved
 from miles.rollout.loop import AsyncRollout, SyncRollout
@@ -237,6 +238,13 @@ def test_a_failing_group_stops_collect_with_its_error():
     filters = FiltersConfig(chain=[{"kind": "reward_range", "lo": 5.0, "hi": 9.0}], starvation_limit=4)
     with pytest.raises(RolloutStarved):
         run_async(FakeEngine(), config(filters=filters), 1, prompts=Prompts(score=lambda *_: 0.0))
+
+
+def test_options_of_the_other_loop_are_refused():
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness"):
+        SyncRollout(config(max_staleness=1), FakeEngine(), Prompts(), Letters(), run_seed=0)
+    with pytest.raises(ConfigError, match=r"rollout\.over_sampling"):
+        AsyncRollout(config(over_sampling=2.0), FakeEngine(), Prompts(), Letters(), run_seed=0)
 
 
 def test_forgetting_to_advance_is_an_error_not_a_hang():

@@ -168,7 +168,8 @@ class Qwen3:
         # A table, not cos() of each batch: a vectorised cos() may round differently at a row's other position.
         half = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
         angles = torch.arange(self.context_length).float()[:, None] * (1.0 / self.shape.rope_theta**half)
-        return tuple(f(angles)[:, None, :].to(self.device, self.dtype) for f in (torch.cos, torch.sin))
+        cos, sin = (f(angles)[:, None, :].to(self.device, self.dtype) for f in (torch.cos, torch.sin))
+        return cos, sin
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return self.store.by_name
