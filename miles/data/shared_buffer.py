@@ -61,9 +61,10 @@ class AttachedBuffers:
         """The buffer behind a handle as uint8 [nbytes]; mapped once, `WeightWireError` if it is not what was announced."""
         if not isinstance(handle, dict) or handle.get("kind") != KIND:
             raise WeightWireError(f"shared memory handle of kind {KIND!r} expected, got {handle!r:.80}")
-        pid, fd, inode, nbytes = (handle.get(key) for key in ("pid", "fd", "inode", "nbytes"))
-        if not all(type(value) is int and value >= 0 for value in (pid, fd, inode, nbytes)):
+        numbers = [handle.get(key) for key in ("pid", "fd", "inode", "nbytes")]
+        if not all(type(value) is int and value >= 0 for value in numbers):
             raise WeightWireError("shared memory handle: pid, fd, inode and nbytes must be integers >= 0")
+        pid, fd, inode, nbytes = (int(value) for value in numbers if value is not None)
         if handle.get("host") != host_identity():
             raise WeightWireError(
                 "the tensor transport needs trainer and engine on one host and in one PID namespace; "

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -87,8 +88,8 @@ class WeightDelta:
             self._file = safe_open(path, framework="pt")
             metadata = self._file.metadata()
             found = tuple(metadata[key] for key in ("schema", "run_id", "base", "version"))
-            self._table: dict[str, list[object]] = json.loads(metadata["tensors"])
-            self.shapes = {name: tuple(row[0]) for name, row in self._table.items()}  # type: ignore[arg-type]
+            self._table: dict[str, list[Any]] = json.loads(metadata["tensors"])
+            self.shapes = {name: tuple(row[0]) for name, row in self._table.items()}
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise WeightWireError(f"{path}: not a weight delta: {error!r}") from error
         expected = (str(SCHEMA), run_id, str(base), str(version))
