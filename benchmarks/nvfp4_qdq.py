@@ -154,12 +154,13 @@ def tune(weights: list[torch.Tensor], amax: torch.Tensor) -> dict:
         return dict(sorted(times.items(), key=lambda item: item[1]))
 
     tables: dict = {name: {} for name in ("standard", "4over6 fp16 MSE", "4over6 exact MSE", "4over6 exact MAE")}
-    for name, tiles, rows, wide, ahead in itertools.product(tables, (4, 8, 16), (128,), (False, True), (False, True)):
-        launch, config = api.Launch(rows, tiles, rows // 32, wide, ahead), VARIANTS.get(name, STANDARD)
-        if (wide or name == "standard") and (ahead or name == "standard" or tiles > 4):
-            tables[name][str(launch)] = graph_us(
-                lambda launch=launch, config=config: api.qdq_nvfp4(weights, config, amax, launch=launch), 15
-            )
+    for name, tiles, warps, ahead in itertools.product(tables, (4, 8, 16), (2, 4, 8), (False, True)):
+        if (name == "standard") != (tiles == 4):
+            continue
+        launch, config = api.Launch(32 * warps, tiles, warps, True, ahead), VARIANTS.get(name, STANDARD)
+        tables[name][str(launch)] = graph_us(
+            lambda launch=launch, config=config: api.qdq_nvfp4(weights, config, amax, launch=launch), 15
+        )
     return {name: best_first(times) for name, times in tables.items()}
 
 

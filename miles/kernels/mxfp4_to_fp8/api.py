@@ -59,10 +59,9 @@ class _Launch:
         self,
         packed: Sequence[torch.Tensor],
         scales: Sequence[torch.Tensor],
-        tiles_per_program: int = 4,
+        tiles_per_program: int = 1,
         warps: int = 8,
-        ahead: bool = True,
-        registers: int | None = None,
+        ahead: bool = False,
     ) -> None:
         _check(packed, scales)
         device = packed[0].device
@@ -83,7 +82,7 @@ class _Launch:
             tile += -(-m // TILE) * -(-n // TILE)
         tiles = [a * b for a, b in self.grids]
         strips = [a * -(-b // tiles_per_program) for a, b in self.grids]
-        self.tiles_per_program, self.warps, self.ahead, self.registers = tiles_per_program, warps, ahead, registers
+        self.tiles_per_program, self.warps, self.ahead = tiles_per_program, warps, ahead
         self.table = weight_table((sources, scale_offsets, rows, cols, outputs, first_tiles), strips, 1, device)
         self.q = torch.empty(output * 16, dtype=torch.uint8, device=device)
         self.scale = torch.empty(sum(tiles), dtype=torch.uint8, device=device)
@@ -96,7 +95,7 @@ class _Launch:
             kernel.strip_kernel[(self.table.chunks,)](
                 self.packed[0].view(-1).view(torch.int32), self.scales[0], self.table.columns, self.table.chunk_weight,
                 *_lookup(self.device), self.q.view(torch.int32), self.scale, self.info, self.flag, self.table.n,
-                PTX=self.device.type == "cuda" and torch.version.hip is None, TILES=self.tiles_per_program, AHEAD=self.ahead, num_warps=self.warps, maxnreg=self.registers,
+                PTX=self.device.type == "cuda" and torch.version.hip is None, TILES=self.tiles_per_program, AHEAD=self.ahead, num_warps=self.warps,
             )  # fmt: skip
 
     def raise_if_nan(self) -> None:

@@ -28,7 +28,7 @@ def data(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(repr((kind, shape)).encode()))
     x = torch.randn(shape, generator=generator)
     if kind == "wide":
-        x = x * torch.exp(4 * torch.randn(shape, generator=generator))
+        x = (x * torch.exp(4 * torch.randn(shape, generator=generator))).clamp(-6e4, 6e4)
     elif kind == "boundary":
         steps = torch.randint(-25, 26, shape, generator=generator) * 0.5 + (x.sign() * 1e-3)
         x = steps.clamp(-12, 12)
