@@ -117,7 +117,7 @@ def _check_finite(
             at = int(broken.nonzero()[0])
             sample = batch.sample_ids[int(batch.sequence[at])]
             raise NonFiniteError(
-                f"sample {sample!r}, response index {int(batch.response_index[at])}: log-prob {float(log_probs[at]):g}, "
+                f"sample {sample!r}, response index {int(batch.response_index[at])}: log-prob {float(log_probs.detach()[at]):g}, "
                 f"old log-prob {float(old[at]):g}, advantage {float(batch.advantages[at]):g}; lower the learning rate "
                 "or inspect the step with `miles replay`; algo.nonfinite=skip_step goes on without this step"
             )
