@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -58,5 +59,6 @@ def start_order(units: Iterable[RunUnit]) -> list[RunUnit]:
 
 
 def slug(name: str) -> str:
-    """A file name for a unit id, short and without surprises."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[-150:] or "unit"
+    """A file name for a unit id: readable, short, and different for different ids."""
+    readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[-120:]
+    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -11,7 +11,7 @@ from ci.history.gate import DeclaredGate
 from ci.history.sqlite import SqliteStore
 from ci.run.gates import GateKeeper
 from ci.run.results import Attempt, RunInfo, TestResult
-from ci.run.unit import RunUnit
+from ci.run.unit import RunUnit, slug
 
 PATH = "tests/e2e/test_t.py"
 GATE = DeclaredGate("loss", "last", True, 0.0, 0.1, 0.0, 0.1, None, 5, "digest")
@@ -29,7 +29,7 @@ def info(**changes) -> RunInfo:
 
 @pytest.fixture
 def metrics(tmp_path):
-    folder = tmp_path / "metrics" / "tests-e2e-test_t.py"
+    folder = tmp_path / "metrics" / slug(PATH)
     folder.mkdir(parents=True)
     (folder / "m.jsonl").write_text(json.dumps({"schema": 1, "metric": "loss", "series": [[1, 1.0]]}))
     return tmp_path / "metrics"
@@ -54,7 +54,7 @@ def test_unreachable_store_is_an_error_that_names_it(metrics):
 
 
 def test_missing_metric_is_an_error_even_where_nothing_is_trusted_yet(tmp_path, metrics):
-    (metrics / "tests-e2e-test_t.py" / "m.jsonl").unlink()
+    (metrics / slug(PATH) / "m.jsonl").unlink()
     keeper = GateKeeper(info(), lambda: SqliteStore(tmp_path / "h.db"), "main")
     assert judge(keeper, metrics) == [("error", "loss: the test recorded no such metric")]
 

@@ -1,0 +1,192 @@
+"""From evidence to outcome, case by case, without processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ci.run import evidence, outcome, pytest_process
+from ci.run.dark import DarkTest
+from ci.run.evidence import JUnitCounts
+from ci.run.outcome import ProcessEvidence
+from ci.run.retry import RetryRow
+from ci.run.supervise import Ended, Leftover
+from ci.run.unit import RunUnit, slug, start_order
+
+PATH = "tests/fast/test_x.py"
+UNIT = RunUnit(PATH, PATH, 1.0, 60.0)
+ROWS = (
+    RetryRow("host-oom", "infra", ("exit",), "137", "retry", 2),
+    RetryRow("reset", "infra", ("exception", "log_tail"), "Connection reset by peer", "retry", 2),
+)
+
+
+def events(tmp_path: Path, *entries: dict) -> evidence.Observed:
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return evidence.read_events(path)
+
+
+def collected(*names: str) -> dict:
+    return {"event": "collected", "nodes": [f"{PATH}::{name}" for name in names]}
+
+
+def phase(name: str, when: str = "call", result: str = "passed", **extra) -> dict:
+    return {"event": "phase", "node": f"{PATH}::{name}", "when": when, "outcome": result, "seconds": 0.1, **extra}
+
+
+def failure(kind: str = "ValueError", message: str = "bad", *, asserted: bool = False) -> dict:
+    exceptions = [f"{kind}: {message}"]
+    return {"type": kind, "exceptions": exceptions, "frames": [[PATH, "test_a", 3]], "asserted_in_test": asserted}
+
+
+def judge(observed: evidence.Observed, ended: Ended, junit: JUnitCounts | None, dark=(), unit=UNIT, tail: str = ""):
+    return outcome.judge(unit, ProcessEvidence(ended, observed, junit, tail), dark, ROWS)
+
+
+EXIT_0 = Ended("exited", 1.0, exit_code=0)
+EXIT_1 = Ended("exited", 1.0, exit_code=1)
+ONE = JUnitCounts(1, 0, 0, 0)
+
+
+def test_passed_needs_agreement_of_exit_code_junit_and_events(tmp_path):
+    seen = events(tmp_path, collected("test_a"), phase("test_a"))
+    assert judge(seen, EXIT_0, ONE).outcome == "passed"
+
+
+@pytest.mark.parametrize(
+    ("ended", "junit", "message"),
+    [
+        (EXIT_0, JUnitCounts(1, 1, 0, 0), "exit code 0, but JUnit counts 1 failure"),
+        (EXIT_0, JUnitCounts(0, 0, 0, 0), "exit code 0, but JUnit counts no test"),
+        (EXIT_1, ONE, "exit code 1, but JUnit counts no failure"),
+        (EXIT_1, JUnitCounts(1, 1, 0, 0), "the runner's own record 0 failing file"),
+        (EXIT_0, None, "left no readable JUnit file"),
+        (Ended("exited", 1.0, exit_code=5), ONE, "nothing collected"),
+        (Ended("exited", 1.0, exit_code=3), ONE, "exit code 3 (internal error)"),
+        (Ended("exited", 1.0, exit_code=4), ONE, "exit code 4 (usage error)"),
+        (Ended("exited", 1.0, exit_code=77), ONE, "exit code 77"),
+    ],
+)
+def test_witnesses_that_disagree_are_an_error(tmp_path, ended, junit, message):
+    seen = events(tmp_path, collected("test_a"), phase("test_a"))
+    judged = judge(seen, ended, junit)
+    assert judged.outcome == "error"
+    assert message in judged.message
+
+
+def test_item_that_never_reported_is_an_error_although_pytest_is_content(tmp_path):
+    seen = events(tmp_path, collected("test_a", "test_b"), phase("test_a"))
+    judged = judge(seen, EXIT_0, ONE)
+    assert (judged.outcome, "test_b" in judged.message) == ("error", True)
+
+
+def test_failure_in_teardown_after_a_passed_call_is_an_error(tmp_path):
+    seen = events(
+        tmp_path, collected("test_a"), phase("test_a"), phase("test_a", "teardown", "failed", failure=failure())
+    )
+    assert judge(seen, EXIT_1, JUnitCounts(1, 0, 1, 0)).outcome == "error"
+
+
+def test_failure_with_an_infrastructure_cause_is_infra_and_keeps_its_message(tmp_path):
+    broken = failure("ConnectionResetError", "Connection reset by peer")
+    seen = events(tmp_path, collected("test_a"), phase("test_a", result="failed", failure=broken))
+    judged = judge(seen, EXIT_1, JUnitCounts(1, 1, 0, 0))
+    assert (judged.outcome, judged.cause.name) == ("infra", "reset")
+    assert "test_a" in judged.message
+
+
+def test_process_killed_from_outside_is_host_oom(tmp_path):
+    seen = events(tmp_path, collected("test_a"))
+    judged = judge(seen, Ended("exited", 1.0, signal=9), None)
+    assert (judged.outcome, judged.cause.name) == ("infra", "host-oom")
+
+
+def test_process_that_ends_with_a_segmentation_fault_is_an_error_of_the_test(tmp_path):
+    judged = judge(events(tmp_path, collected("test_a")), Ended("exited", 1.0, signal=11), None)
+    assert (judged.outcome, judged.cause.kind) == ("error", "test")
+    assert "signal 11" in judged.message
+
+
+def test_timeout_names_what_was_running(tmp_path):
+    seen = events(tmp_path, collected("test_a", "test_b"), phase("test_a"), phase("test_b", "setup"))
+    judged = judge(seen, Ended("timeout", 9.0), None)
+    assert judged.outcome == "timeout"
+    assert "still running after 9 s: tests/fast/test_x.py::test_b" in judged.message
+
+
+def test_file_that_was_finished_before_the_timeout_of_the_shared_process_keeps_its_result(tmp_path):
+    seen = events(tmp_path, collected("test_a"), phase("test_a"))
+    assert judge(seen, Ended("timeout", 9.0), None).outcome == "passed"
+    assert judge(seen, Ended("cancelled", 9.0), None).outcome == "passed"
+
+
+def test_survivors_of_sigkill_stop_the_host(tmp_path):
+    ended = Ended("exited", 1.0, exit_code=0, survivors=(Leftover(7, "stuck"),))
+    judged = judge(events(tmp_path, collected("test_a"), phase("test_a")), ended, ONE)
+    assert (judged.outcome, judged.cause.action) == ("infra", "stop_host")
+    assert "unkillable" in judged.message
+    assert "pid 7 stuck" in judged.message
+
+
+@pytest.mark.parametrize("reason", ["spawn", "lost"])
+def test_harness_failures_are_infra(tmp_path, reason):
+    assert judge(events(tmp_path), Ended(reason, 1.0, error="why"), None).outcome == "infra"
+
+
+def test_other_number_of_devices_than_leased_is_infra(tmp_path):
+    seen = events(tmp_path, {"event": "devices", "expected": 2, "seen": 8})
+    judged = judge(seen, Ended("exited", 1.0, exit_code=3), None)
+    assert (judged.outcome, judged.cause.action) == ("infra", "stop_host")
+
+
+def test_dark_tests_turn_a_passed_file_into_an_error_but_never_hide_a_failure(tmp_path):
+    hidden = [DarkTest("test_dead", 9, "not collected by pytest")]
+    seen = events(tmp_path, collected("test_a"), phase("test_a"))
+    assert judge(seen, EXIT_0, ONE, hidden).outcome == "error"
+    broken = events(tmp_path, collected("test_a"), phase("test_a", result="failed", failure=failure()))
+    assert judge(broken, EXIT_1, JUnitCounts(1, 1, 0, 0), hidden).outcome == "failed"
+
+
+def test_skips_and_expected_failures_are_told_apart(tmp_path):
+    skipped = events(tmp_path, collected("test_a"), phase("test_a", "setup", "skipped", reason="not here"))
+    judged = judge(skipped, EXIT_0, JUnitCounts(1, 0, 0, 1))
+    assert judged.outcome == "all_skipped"
+    assert "not here" in judged.message
+    expected = events(tmp_path, collected("test_a"), phase("test_a", "call", "skipped", xfail="known"))
+    assert judge(expected, EXIT_0, JUnitCounts(1, 0, 0, 1)).outcome == "passed"
+
+
+def test_event_line_cut_short_by_a_kill_is_left_out(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps(collected("test_a")) + "\n" + json.dumps(phase("test_a"))[:20])
+    assert evidence.read_events(path).files[PATH].items[f"{PATH}::test_a"].outcome is None
+    assert evidence.read_events(tmp_path / "absent").files == {}
+
+
+def test_parts_of_a_split_file_are_given_to_pytest_by_node_and_by_exclusion(tmp_path):
+    files = pytest_process.Files.below(tmp_path, "x", 1)
+    named = RunUnit(f"{PATH}#2/2", PATH, 1.0, 60.0, nodes=(f"{PATH}::test_b",))
+    rest = RunUnit(f"{PATH}#1/2", PATH, 1.0, 60.0, deselect=(f"{PATH}::test_b",))
+    assert pytest_process.command_line([named], files, workers=None)[-1] == f"{PATH}::test_b"
+    assert pytest_process.command_line([rest], files, workers=None)[-3:] == [PATH, "--deselect", f"{PATH}::test_b"]
+
+
+def test_two_units_never_share_a_file_name():
+    names = [
+        "tests/a_b/test_x.py",
+        "tests/a/b_test_x.py",
+        "tests/a.b/test_x.py",
+        "tests/a-b/test_x.py",
+        "tests/a/b/test_x.py",
+        "tests/e2e/test_x.py#1/2",
+    ]
+    assert len({slug(name) for name in names}) == len(names)
+    assert len(slug("x/" * 300)) <= 150
+
+
+def test_longest_starts_first_and_serial_files_come_last():
+    units = [RunUnit("a", "a", 1.0, 9.0), RunUnit("b", "b", 5.0, 9.0), RunUnit("c", "c", 9.0, 9.0, serial=True)]
+    assert [unit.id for unit in start_order(units)] == ["b", "a", "c"]
