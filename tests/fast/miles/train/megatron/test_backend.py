@@ -185,7 +185,7 @@ def test_the_cpu_shim_names_its_symbols_and_refuses_another_version(ranks, monke
     from miles.train.megatron import platform
 
     monkeypatch.setattr(platform, "megatron_version", lambda: "0.15.0")
-    with pytest.raises(PlatformError, match=r"verified for megatron-core 0\.16\.1, installed is 0\.15\.0"):
+    with pytest.raises(PlatformError, match=r"verified for megatron-core 0\.16\.1, 0\.19\.2, installed is 0\.15\.0"):
         platform.apply_cpu_shim()
     monkeypatch.undo()
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
