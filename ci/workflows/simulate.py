@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ci.workflows.expr import Env, ExpressionError, context_paths, interpolate, is_truthy, to_text
+from ci.workflows.emit import fold
+from ci.workflows.expr import STATUS_FUNCTIONS, Env, ExpressionError, context_paths, interpolate, is_truthy, to_text
 from ci.workflows.expr.values import normalise
-from ci.workflows.model import CALL_WITH, JOB_IF, STRATEGY, Job, Workflow, WorkflowError
+from ci.workflows.model import CALL_WITH, JOB_IF, STRATEGY, Job, Workflow, WorkflowError, compiled
 
 RESULTS = ("success", "failure", "cancelled", "skipped")
 MAX_CALL_DEPTH = 4
@@ -162,14 +163,20 @@ class _Run:
             alive = status_of(self.workflow.closure(job.id), self.states, cancelled=False)
             if is_truthy(job.gate(Env(self.env.contexts, alive))):
                 return "the run was cancelled"
-        tree = job.tree()
-        values = []
-        for path in sorted(context_paths(tree)) if tree else []:
-            source = ".".join(path)
-            if "*" not in path:
-                values.append(f"{source}={to_text(_read(self.env.contexts, path))!r}")
         gate = "" if job.states_status else "implicit success() and "
-        return f"if is false: {gate}{job.condition} [{', '.join(values)}]"
+        return f"if is false: {gate}{self.false_part(job.condition)}"
+
+    def false_part(self, condition: str) -> str:
+        """The first outermost conjunct that is false, with the values it read; the whole when none stands alone."""
+        parts = [part.removesuffix(" &&") for part in fold(condition)]
+        whole = len(parts) == 1 or any(part.endswith(" ||") for part in parts)
+        for part in [condition] if whole else parts:
+            tree, evaluate = compiled(part, JOB_IF, STATUS_FUNCTIONS)
+            if not is_truthy(evaluate(self.env)):
+                paths = sorted(path for path in context_paths(tree) if "*" not in path)
+                values = [f"{'.'.join(path)}={to_text(_read(self.env.contexts, path))!r}" for path in paths]
+                return f"{part} [{', '.join(values)}]"
+        return condition
 
     def expand(self) -> list[dict[str, Any]] | None:
         """Matrix legs, None without a matrix. Uses `include`/`exclude` as GitHub does for added legs."""

@@ -178,7 +178,7 @@ def test_the_reason_shows_the_values_that_were_read() -> None:
         Event("push"),
         {"a": "failure"},
     )["b"]
-    assert state.reason == "if is false: !cancelled() && needs.a.result == 'success' [needs.a.result='failure']"
+    assert state.reason == "if is false: needs.a.result == 'success' [needs.a.result='failure']"
 
 
 def test_a_needs_cycle_and_an_unknown_need_are_errors() -> None:
