@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ci.select.registrations import Registration
     from ci.workspace import Workspace
 
+REGISTRY = "registry.yaml"
 GPU_MARKS = (b"register_cuda_ci", b"register_rocm_ci")
 
 
@@ -84,7 +85,7 @@ class RegistryPlugin:
 
     def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
         """A GPU file that cannot run here becomes a module that only says so."""
-        if "MILES_CI_LEASE" in os.environ or not _mentions_gpu(module_path):
+        if "MILES_CI_LEASE" in os.environ or not (self._root / REGISTRY).is_file() or not _mentions_gpu(module_path):
             return None
         reason = self._missing(self._relative(module_path))
         if reason is None:

@@ -114,7 +114,8 @@ def test_wrong_options_end_with_a_usage_error(tree, words, message):
 
 def test_without_options_and_registry_the_plugin_is_silent(tree):
     (tree.root / "registry.yaml").unlink()
-    tree.file("tests/fast/test_one.py", "def test_a(): assert True\n")
+    source = CUDA.format(suite="stage-b-1-gpu-h200", hardware=["h200"], gpus=1) + "def test_a(): assert True\n"
+    tree.file("tests/fast/test_one.py", source)
     code, output = tree.pytest("tests")
     assert (code, "1 passed" in output) == (0, True)
 
