@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,22 +66,31 @@ class TrainWorker:
         gc.collect()
         gc.freeze()
 
-    def step(self, batch: RankBatch) -> dict[str, float]:
-        """One optimizer step; collective."""
-        return self._backend.step(batch)
+    def advance(self, batch: RankBatch, version: int) -> dict[str, Any]:
+        """One optimizer step, then the new weights to every engine as `version`; collective.
+
+        A step that changed nothing (`train/step_skipped`) sends nothing. Returns the step's metrics with
+        `time/train` and `time/sync`, and the engines' states (on the sending rank).
+        """
+        start = time.perf_counter()
+        metrics = self._backend.step(batch)
+        trained = time.perf_counter()
+        engines = None if metrics["train/step_skipped"] else self.push(version)
+        metrics |= {"time/train": trained - start, "time/sync": time.perf_counter() - trained}
+        return {"metrics": metrics, "engines": engines}
 
     def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
         """Log-probs of each sample's response under the current weights; collective."""
         return self._backend.logprobs(batch)
 
-    def push(self, version: int) -> dict[str, Any] | None:
-        """Send the current weights to every engine as `version`; collective. The report, on the sending rank."""
+    def push(self, version: int) -> dict[str, str] | None:
+        """Send the current weights to every engine as `version`; collective. Engine URL -> state, on the sending rank."""
         weights = self._backend.state_for_sync()
         if self._pusher is None:
             for _ in weights:
                 continue
             return None
-        return asdict(self._pusher.push(weights, version))
+        return dict(self._pusher.push(weights, version).engines)
 
     def save(self, directory: Path, extra: dict[str, Any]) -> str:
         """Write a checkpoint; collective, atomic."""

@@ -1,6 +1,6 @@
 """The training loop: rollout, advantages, optimizer step, weight sync, record, checkpoint; then again.
 
-Synchronous and on-policy: step k generates with weight version k and trains version k + 1. Everything that a
+A step that trains makes the next weight version; one that counts nothing makes none. On policy, everything that a
 step depends on is in the checkpoint (weights, optimizer, prompt cursor), so a resumed run repeats it bit for bit.
 """
 
@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from miles.algos.estimate import prepare_steps
-from miles.data.prompts import PromptSource
 from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.fleet import Fleet
+from miles.orchestrate.rollout_source import RolloutSource
 from miles.orchestrate.run_folder import RunFolder
 from miles.recipe import Recipe
-from miles.rollout.loop import SyncRollout
 
 Row = dict[str, Any]
 
@@ -32,18 +31,19 @@ class TrainingLoop:
 
     recipe: Recipe
     fleet: Fleet
-    rollout: SyncRollout
-    prompts: PromptSource
+    source: RolloutSource
     folder: RunFolder
     pad_id: int
     record: Callable[[Row], None]
     before_checkpoint: Callable[[], None]
+    version: int = 0
 
     async def run(self, first_step: int) -> None:
         """Steps `first_step` to `run.steps` - 1; a checkpoint now and then and after the last."""
         recipe = self.recipe
-        if first_step:
-            await self.push(first_step)
+        if self.version:
+            check_engines(self.version, (await self.fleet.on_all_workers("push", self.version))[0])
+        await self.source.start(self.version)
         for step in range(first_step, recipe.run.steps):
             self.record(await self.one_step(step))
             done = step + 1
@@ -53,26 +53,23 @@ class TrainingLoop:
     async def one_step(self, step: int) -> Row:
         """Generate, train, sync; returns the row of `metrics.jsonl`."""
         start = time.perf_counter()
-        batch = await self.rollout.collect(step)
+        batch = await self.source.collect(step)
         generated = time.perf_counter()
         metrics = await self.train(batch.samples)
-        trained = time.perf_counter()
-        await self.push(step + 1)
         end = time.perf_counter()
         tokens = sum(sample.response_length for sample in batch.samples)
         return {
             "step": step,
+            "weight_version": self.version,
             **batch.metrics,
             **metrics,
-            "rollout/tokens_per_s": tokens / (generated - start),
+            "rollout/tokens_per_s": tokens / (end - start),
             "time/rollout": generated - start,
-            "time/train": trained - generated,
-            "time/sync": end - trained,
             "time/step": end - start,
         }
 
     async def train(self, samples: list[Sample]) -> dict[str, float]:
-        """Advantages, schedule and the optimizer step on every rank."""
+        """Advantages and schedule here, then the optimizer step and the weight sync on every rank."""
         recipe = self.recipe
         prepared = prepare_steps(
             samples,
@@ -84,10 +81,16 @@ class TrainingLoop:
         )
         if len(prepared.steps) != 1:
             raise RunError(f"{len(prepared.steps)} optimizer steps were prepared for one rollout; expected 1")
-        batch = prepared.steps[0]
-        arguments = [(batch.for_rank(dp_rank),) for dp_rank in self.fleet.dp_ranks]
-        results = await self.fleet.on_workers("step", arguments)
-        return {**prepared.metrics, **batch.metrics, **results[0]}
+        batch, version = prepared.steps[0], self.version + 1
+        arguments = [(batch.for_rank(dp_rank), version) for dp_rank in self.fleet.dp_ranks]
+        result = (await self.fleet.on_workers("advance", arguments))[0]
+        if result["metrics"]["train/step_skipped"]:
+            await self.source.skipped()
+        else:
+            check_engines(version, result["engines"])
+            self.version = version
+            await self.source.advance(version)
+        return {**prepared.metrics, **batch.metrics, **result["metrics"]}
 
     def schedule(self) -> ScheduleConfig:
         """The data-parallel schedule's settings for this mesh."""
@@ -101,19 +104,19 @@ class TrainingLoop:
             partial_step=data.partial_step,
         )
 
-    async def push(self, version: int) -> None:
-        """Bring every engine to `version`; an engine that fails ends the run (the same command resumes)."""
-        reports = await self.fleet.on_all_workers("push", version)
-        failed = {url: state for url, state in reports[0]["engines"].items() if state != "serving"}
-        if failed:
-            lines = "; ".join(f"{url}: {state}" for url, state in failed.items())
-            raise RunError(f"weight version {version} did not reach every engine: {lines}")
-
     async def save(self, step: int) -> None:
         """Checkpoint after `step` steps: rows up to here are durable before the checkpoint says so."""
         self.before_checkpoint()
-        extra = {"step": step, "weight_version": step, "prompts": self.prompts.state()}
+        extra = {"step": step, "weight_version": self.version, "source": self.source.state()}
         await self.fleet.on_all_workers("save", self.folder.checkpoints, extra)
+
+
+def check_engines(version: int, engines: dict[str, str]) -> None:
+    """An engine that did not take `version` ends the run (the same command resumes)."""
+    failed = {url: state for url, state in engines.items() if state != "serving"}
+    if failed:
+        lines = "; ".join(f"{url}: {state}" for url, state in failed.items())
+        raise RunError(f"weight version {version} did not reach every engine: {lines}")
 
 
 def accuracy(samples: list[Sample]) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.fleet import Fleet, running_fleet
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
+from miles.orchestrate.rollout_source import BoundedStaleness, OnPolicy, open_source
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.recipe import Recipe, digest
-from miles.rollout.engine import EngineClient
+from miles.rollout.groups import Engine
 from miles.rollout.loop import SyncRollout
+from miles.rollout.pool import EnginePool
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,14 @@ class Outcome:
 def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Console) -> Outcome:
     """Run the recipe to its end and return the closing line. A run that is already finished is only reported."""
     started = time.monotonic()
+    # Rows are a few tokens long: handing them to a thread pool costs more than decoding them.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with claimed(locate(recipe, overrides), recipe, fresh=fresh) as folder:
         finished = folder.read_result()
         if finished is not None:
-            console.print(f"{folder.path}: this run is finished; --fresh starts it over", highlight=False, soft_wrap=True)
+            console.print(
+                f"{folder.path}: this run is finished; --fresh starts it over", highlight=False, soft_wrap=True
+            )
             return Outcome(finished["line"], finished)
         model_dir = prepare_model(recipe, folder)
         cpus = recipe.train.parallel.world_size + recipe.engine.count
@@ -77,38 +84,38 @@ class _Session:
         self.progress.stage("starting trainer and engine")
         async with running_fleet(recipe, self.model_dir, folder.checkpoints, folder.logs) as fleet:
             prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
-            first_step = self._resume(fleet, prompts)
+            engines = EnginePool(fleet.engine_urls, timeout_s=recipe.rollout.request_timeout_s)
+            source = open_source(recipe, engines, prompts, self.tokenizer)
+            first_step, version = self._resume(fleet, source)
             rows = rewind(folder.metrics, first_dropped_step=first_step)
             async with contextlib.AsyncExitStack() as stack:
-                client = await stack.enter_async_context(
-                    EngineClient(fleet.engine_urls[0], timeout_s=recipe.rollout.request_timeout_s)
-                )
+                await stack.enter_async_context(engines)
+                stack.push_async_callback(source.close)
                 log = stack.enter_context(MetricsLog(folder.metrics))
                 record = self._recorder(stack, log, rows)
-                rollout = SyncRollout(recipe.rollout, client, prompts, self.tokenizer, run_seed=recipe.seed)
-                stack.callback(rollout.close)
                 loop = TrainingLoop(
-                    recipe, fleet, rollout, prompts, folder, self.tokenizer.pad_id, record, before_checkpoint=log.sync
+                    recipe, fleet, source, folder, self.tokenizer.pad_id, record, log.sync, version=version
                 )
                 # What start-up made lives to the end: collections during the steps need not walk over it.
                 gc.collect()
                 gc.freeze()
                 await loop.run(first_step)
-                evaluation = await self._evaluate(client, prompts)
+                evaluation = await self._evaluate(engines, prompts)
             self.progress.stage("exporting the model")
             await fleet.on_all_workers("export", folder.exported_model)
             self.progress.stage("done")
         return rows, evaluation
 
-    def _resume(self, fleet: Fleet, prompts: PromptSource) -> int:
+    def _resume(self, fleet: Fleet, source: OnPolicy | BoundedStaleness) -> tuple[int, int]:
+        """(first step to run, weight version that the trainer holds)."""
         for note in fleet.notes:
             self.progress.stage(f"checkpoint passed over: {note}")
         if fleet.resumed is None:
-            return 0
-        prompts.restore(fleet.resumed["prompts"])
+            return 0, 0
+        source.restore(fleet.resumed["source"])
         step = int(fleet.resumed["step"])
         self.progress.stage(f"resuming after step {step}")
-        return step
+        return step, int(fleet.resumed["weight_version"])
 
     def _recorder(self, stack: contextlib.AsyncExitStack, log: MetricsLog, rows: list[Row]) -> Any:
         events = TensorBoardEvents(self.folder.tensorboard) if self.recipe.run.tensorboard else None
@@ -124,14 +131,16 @@ class _Session:
 
         return record
 
-    async def _evaluate(self, client: EngineClient, prompts: PromptSource) -> dict[str, float]:
+    async def _evaluate(self, engines: Engine, prompts: PromptSource) -> dict[str, float]:
         """Greedy answers to prompts that training never saw."""
         count = self.recipe.run.evaluate_prompts
         if count == 0:
             return {}
         self.progress.stage("evaluating held-out prompts")
-        greedy = self.recipe.rollout.model_copy(update={"group_size": 1, "top_k": 1, "top_p": 1.0, "min_p": 0.0})
-        rollout = SyncRollout(greedy, client, prompts, self.tokenizer, run_seed=self.recipe.seed)
+        greedy = self.recipe.rollout.model_copy(
+            update={"group_size": 1, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "max_staleness": 0}
+        )
+        rollout = SyncRollout(greedy, engines, prompts, self.tokenizer, run_seed=self.recipe.seed)
         try:
             batch = await rollout.evaluate(prompts.held_out(count))
         finally:

@@ -103,13 +103,13 @@ def _reference(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     rollout, engine = recipe.rollout, recipe.engine
-    if rollout.partial:
-        yield Finding(
-            "ROLLOUT-MODE", "error", "rollout.partial needs the asynchronous loop", "set rollout.partial=false"
+    correction = recipe.algo.correction
+    if rollout.max_staleness and not (correction.active or correction.bypass):
+        message = (
+            f"rollout.max_staleness is {rollout.max_staleness}: samples come from older weights than the loss assumes"
         )
-    if engine.count > 1:
-        message = f"engine.count is {engine.count}; the loop drives one engine"
-        yield Finding("ROLLOUT-MODE", "error", message, "set engine.count to 1")
+        fix = "set algo.correction.bypass=true (clip against the rollout's log-probs) or algo.correction.mode=truncate"
+        yield Finding("ROLLOUT-MODE", "error", message, fix)
     if engine.engine != "embedded":
         message = f"engine.engine {engine.engine} cannot be started by the loop yet"
         yield Finding("ROLLOUT-MODE", "error", message, "use engine.engine=embedded")

@@ -98,6 +98,11 @@ class AsyncRollout:
         self.trained_version = version
         self._submit()
 
+    async def skipped(self) -> None:
+        """The last batch counted nothing, so no version came of it: its numbers are free again."""
+        self._submitted -= self.config.batch_groups
+        self._submit()
+
     @contextlib.asynccontextmanager
     async def submission_held(self) -> AsyncIterator[None]:
         """For evaluation: nothing new starts, what runs goes on."""
