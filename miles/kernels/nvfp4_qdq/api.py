@@ -30,17 +30,17 @@ class Launch:
     before the current one is computed. The defaults below were the fastest on an H200 (docs/guide/low-precision.md).
     """
 
-    rows: int = 128
-    tiles: int = 4
-    warps: int = 4
+    rows: int
+    tiles: int
+    warps: int
     wide: bool = True
-    ahead: bool = True
+    ahead: bool = False
 
 
-STANDARD_LAUNCH = Launch()
-FOUR_OVER_SIX_LAUNCH = Launch(tiles=8)
+STANDARD_LAUNCH = Launch(rows=64, tiles=4, warps=2)
+FOUR_OVER_SIX_LAUNCH = Launch(rows=128, tiles=16, warps=4, ahead=True)
 AMAX_LAUNCH = Launch(rows=256, tiles=8, warps=8)
-INTERPRETER_LAUNCH = Launch(rows=4096, tiles=1, ahead=False)
+INTERPRETER_LAUNCH = Launch(rows=4096, tiles=1, warps=4)
 EXTREME_PROGRAMS = 528
 
 
