@@ -40,17 +40,29 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 
 @dataclass(frozen=True)
 class Master:
-    """One trained parameter: `master` is fp32 and shares storage with `parameter` when that is fp32 too."""
+    """One trained parameter. `weight` is fp32 and shares storage with `parameter` when that is fp32 too; `grad` is
+    megatron-core's buffer, which stays where it is for the life of the model."""
 
     name: str
     parameter: torch.nn.Parameter
-    master: torch.nn.Parameter
+    weight: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
     is_expert: bool
     counts_in_norm: bool
 
+    @property
+    def is_copy(self) -> bool:
+        return self.weight.data_ptr() != self.parameter.data_ptr()
+
 
 class MasterAdamW:
-    """Optimizer of this rank's chunks. `step` counts optimizer steps taken."""
+    """Optimizer of this rank's chunks. `steps` counts optimizer steps taken.
+
+    The update is torch's fused AdamW kernel (Loshchilov and Hutter 2019), called directly: building a
+    `torch.optim.Optimizer` would import the compiler, which takes seconds.
+    """
 
     def __init__(
         self, chunks: Sequence[ModelChunk], config: OptimizerConfig, mesh: Mesh, replicated: Callable[[str], bool]
@@ -67,45 +79,36 @@ class MasterAdamW:
             if parameter.requires_grad
         ]
         # Norm weights and other vectors do not decay, as usual for AdamW on transformers.
-        decayed = [item.master for item in self.masters if item.master.ndim > 1]
-        kept = [item.master for item in self.masters if item.master.ndim <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": kept, "weight_decay": 0.0},
-        ]
-        self.adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-        )
-        self.refresh_masters()
+        self._groups = [
+            (decay, [item for item in self.masters if (item.weight.ndim > 1) is (decay > 0.0)])
+            for decay in ((config.weight_decay, 0.0) if config.weight_decay > 0 else ())
+        ] or [(0.0, self.masters)]
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Take the masters from the parameters, after weights were loaded from outside."""
         for item in self.masters:
-            if item.master.data_ptr() != item.parameter.data_ptr():
-                item.master.copy_(item.parameter)
+            if item.is_copy:
+                item.weight.copy_(item.parameter)
 
     @torch.no_grad()
     def grad_norm(self) -> float:
         """L2 norm of the step's gradient over the whole model, equal on every rank."""
+        any_expert = any(item.is_expert for item in self.masters)
         parts = []
         for group, expert in ((self.mesh.model_parallel, False), (self.mesh.expert_model_parallel, True)):
-            grads = [item.master.grad for item in self.masters if item.counts_in_norm and item.is_expert is expert]
-            if not grads and not (expert and self._any_expert):
+            grads = [item.grad for item in self.masters if item.counts_in_norm and item.is_expert is expert]
+            if not grads and not (expert and any_expert):
                 continue
             total = (
                 torch.stack(torch._foreach_norm(grads)).double().square().sum()
                 if grads
-                else torch.zeros((), dtype=torch.float64, device=self.masters[0].master.device)
+                else torch.zeros((), dtype=torch.float64, device=self.masters[0].weight.device)
             )
             if dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
             parts.append(total)
         return math.sqrt(float(sum(parts)))
-
-    @property
-    def _any_expert(self) -> bool:
-        return any(item.is_expert for item in self.masters)
 
     @torch.no_grad()
     def apply(self, grad_norm: float) -> float:
@@ -116,57 +119,67 @@ class MasterAdamW:
                 for buffer in (*chunk.ddp.buffers, *chunk.ddp.expert_parallel_buffers):
                     buffer.grad_data.mul_(scale)
         rate = learning_rate(self.steps, self.config)
-        for group in self.adam.param_groups:
-            group["lr"] = rate
-        self.adam.step()
         self.steps += 1
+        for decay, items in self._groups:
+            if items:
+                self._update(items, rate, decay)
         for item in self.masters:
-            if item.master.data_ptr() != item.parameter.data_ptr():
-                item.parameter.copy_(item.master)
+            if item.is_copy:
+                item.parameter.copy_(item.weight)
         return rate
 
     def master_tensors(self) -> dict[str, torch.Tensor]:
         """Global megatron-core name -> fp32 master weight."""
-        return {item.name: item.master.detach() for item in self.masters}
+        return {item.name: item.weight for item in self.masters}
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """exp_avg and exp_avg_sq by name; empty before the first step."""
-        if not self.adam.state:
-            return {}
-        return {
-            moment: {item.name: self.adam.state[item.master][moment] for item in self.masters} for moment in MOMENTS
-        }
+        """exp_avg and exp_avg_sq by name."""
+        return {moment: {item.name: getattr(item, moment) for item in self.masters} for moment in MOMENTS}
 
     @torch.no_grad()
     def restore(
         self, masters: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], steps: int
     ) -> None:
-        """Set weights, moments and the step count; `moments` is empty for a checkpoint before the first step."""
-        self.adam.state.clear()
+        """Set weights, moments and the step count."""
         for item in self.masters:
-            item.master.copy_(masters[item.name])
-            if item.master.data_ptr() != item.parameter.data_ptr():
-                item.parameter.copy_(item.master)
-            if moments:
-                self.adam.state[item.master] = {
-                    "step": torch.tensor(float(steps), dtype=torch.float32, device=item.master.device),
-                    **{moment: moments[moment][item.name].to(item.master).clone() for moment in MOMENTS},
-                }
+            item.weight.copy_(masters[item.name])
+            if item.is_copy:
+                item.parameter.copy_(item.weight)
+            for moment in MOMENTS:
+                getattr(item, moment).copy_(moments[moment][item.name])
         self.steps = steps
+
+    def _update(self, items: Sequence[Master], rate: float, decay: float) -> None:
+        step = torch.full((), float(self.steps), dtype=torch.float32, device=items[0].weight.device)
+        torch._fused_adamw_(
+            [item.weight for item in items],
+            [item.grad for item in items],
+            [item.exp_avg for item in items],
+            [item.exp_avg_sq for item in items],
+            [],
+            [step] * len(items),
+            lr=rate,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            weight_decay=decay,
+            eps=self.config.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def _master(name: str, parameter: torch.nn.Parameter, mesh: Mesh, replicated: bool) -> Master:
-    same = parameter.dtype == torch.float32
-    master = torch.nn.Parameter(parameter.detach() if same else parameter.detach().float())
-    # The buffer's view stays valid for the life of the model, so it is set once.
-    master.grad = parameter.main_grad
+    weight = parameter.detach() if parameter.dtype == torch.float32 else parameter.detach().float()
     is_expert = not getattr(parameter, "allreduce", True)
     group = mesh.expert_tp if is_expert else mesh.tp
     duplicate = replicated and dist.get_rank(group) > 0
     return Master(
         name=name,
         parameter=parameter,
-        master=master,
+        weight=weight,
+        grad=parameter.main_grad,
+        exp_avg=torch.zeros_like(weight),
+        exp_avg_sq=torch.zeros_like(weight),
         is_expert=is_expert,
         counts_in_norm=not duplicate and not getattr(parameter, "shared", False),
     )

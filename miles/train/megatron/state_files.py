@@ -107,9 +107,6 @@ class ShardReader:
                 self._where.setdefault(key, []).append((cut, record.name))
         self._cache: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
-    def has(self, kind: str) -> bool:
-        return any(key.startswith(f"{self.label}.{kind}/") for key in self._where)
-
     def local(self, kind: str, name: str, shape: Sequence[int], mesh: Mesh) -> torch.Tensor:
         """This rank's part of one parameter's `kind` (model, exp_avg, exp_avg_sq)."""
         entry = self.bound.entry(untied(name, self.bound))
@@ -147,7 +144,7 @@ def load_optimizer(reader: ShardReader, optimizer: MasterAdamW, mesh: Mesh, step
     """Masters and moments of this rank from a checkpoint; `steps` optimizer steps were taken."""
 
     def gather(kind: str) -> Mapping[str, torch.Tensor]:
-        return {item.name: reader.local(kind, item.name, item.master.shape, mesh) for item in optimizer.masters}
+        return {item.name: reader.local(kind, item.name, item.weight.shape, mesh) for item in optimizer.masters}
 
-    moments = {kind: gather(kind) for kind in MOMENTS} if reader.has(MOMENTS[0]) else {}
+    moments = {kind: gather(kind) for kind in MOMENTS}
     optimizer.restore(gather("model"), moments, steps)

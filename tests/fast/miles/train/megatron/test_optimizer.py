@@ -1,0 +1,71 @@
+"""The optimizer step against torch's own AdamW, and what start-up must not import."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_step_equals_torch_adamw_with_clipping(decay, ranks, toolbox, model_dir):
+    def body(rank, world, port):
+        import torch
+
+        from miles.train.megatron.optimizer import MasterAdamW, learning_rate
+
+        backend = toolbox.backend(model_dir, rank, world, port, lr=3e-3)
+        settings = backend.policy.optimizer.config.model_copy(
+            update={"weight_decay": decay, "clip_grad": 0.5, "warmup_steps": 3}
+        )
+        optimizer = MasterAdamW(backend.policy.chunks, settings, backend.mesh, lambda name: False)
+        reference = [torch.nn.Parameter(item.weight.clone()) for item in optimizer.masters]
+        groups = [
+            {"params": [p for p in reference if p.ndim > 1], "weight_decay": decay},
+            {"params": [p for p in reference if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        adamw = torch.optim.AdamW(groups, lr=1.0, betas=settings.betas, eps=settings.eps, foreach=False, fused=False)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(5):
+            for item, parameter in zip(optimizer.masters, reference, strict=True):
+                item.grad.copy_(torch.randn(item.grad.shape, generator=generator))
+                parameter.grad = item.grad.clone()
+            expected = torch.nn.utils.clip_grad_norm_(reference, 0.5)
+            for group in adamw.param_groups:
+                group["lr"] = learning_rate(step, settings)
+            adamw.step()
+            norm = optimizer.grad_norm()
+            assert norm == pytest.approx(expected.item(), rel=1e-5)
+            assert optimizer.apply(norm) == pytest.approx(3e-3 * min(1.0, (step + 1) / 3))
+        for item, parameter in zip(optimizer.masters, reference, strict=True):
+            torch.testing.assert_close(item.weight, parameter.detach(), rtol=1e-5, atol=1e-6)
+            assert item.parameter.data_ptr() == item.weight.data_ptr()
+
+    ranks(body, 1)
+
+
+def test_a_cpu_worker_never_imports_the_compiler(ranks, toolbox, model_dir):
+    """It takes seconds, and every worker would pay."""
+
+    def body(rank, world, port):
+        import sys
+
+        backend = toolbox.backend(model_dir, rank, world, port)
+        batch = toolbox.batch(toolbox.samples()).for_rank(0)
+        backend.step(batch)
+        backend.logprobs(batch)
+        return [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
+
+    assert ranks(body, 1)[0] == []
+
+
+def test_learning_rate_schedules():
+    from miles.train.config import OptimizerConfig
+    from miles.train.megatron.optimizer import learning_rate
+
+    cosine = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, decay="cosine", decay_steps=10)
+    rates = [learning_rate(step, cosine) for step in range(12)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
+    assert rates[6] == pytest.approx(0.55)
+    assert rates[10] == rates[11] == pytest.approx(0.1)
+    constant = OptimizerConfig(lr=1.0)
+    assert {learning_rate(step, constant) for step in range(100)} == {1.0}
