@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from miles.algos.config import AlgoConfig
-from miles.algos.corrections import ImportanceWeights, importance_weights, opsm_mask
+from miles.algos.corrections import importance_weights, opsm_mask
 from miles.algos.kl import estimate
-from miles.algos.losses import PolicyLoss, Sequences, log_ratio, masked, policy_loss, reduce_loss, value_loss
+from miles.algos.losses import Sequences, log_ratio, masked, policy_loss, reduce_loss, value_loss
 from miles.algos.metrics import MetricSums, objective_metrics
 from miles.config import MilesError
 from miles.data.tensors import BatchTensors
@@ -45,11 +45,13 @@ def step_objective(
     """
     mask = batch.mask
     sequences = Sequences(batch.sequence, batch.token_counts, cp_group)
-    old = _old_log_probs(log_probs, batch, config)
-    log_probs, old, mask, bad = _check_finite(log_probs, old, batch, config)
-    advantages = _distilled(batch, old, mask, config)
+    old = log_probs.detach() if _is_on_policy(batch, config) else old_log_probs(batch, config)
+    log_probs, old, mask, bad = check_finite(log_probs, old, batch, config)
+    advantages = distilled_advantages(batch, old, mask, config)
     policy = policy_loss(log_probs, old, advantages, mask, sequences, config)
-    correction = _correction(log_probs, old, advantages, mask, batch, sequences, config)
+    correction = None
+    if config.correction.active:
+        correction = importance_weights(old, rollout_log_probs(batch, config), mask, sequences, config.correction)
     pg = policy.loss if correction is None else policy.loss * correction.weights
     if config.opsm is not None:
         kept = opsm_mask(log_probs.detach(), old, advantages, mask, sequences, delta=config.opsm.delta)
@@ -98,15 +100,30 @@ def value_objective(
     return loss, MetricSums.of_losses({"value_loss": loss.detach()})
 
 
-def _old_log_probs(log_probs: torch.Tensor, batch: BatchTensors, config: AlgoConfig) -> torch.Tensor:
-    if config.correction.bypass:
-        if batch.rollout_log_probs is None:
-            raise ValueError("algo.correction.bypass uses the rollout's log-probs, but the samples have none")
-        return batch.rollout_log_probs
-    return log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+def _is_on_policy(batch: BatchTensors, config: AlgoConfig) -> bool:
+    return batch.old_log_probs is None and not config.correction.bypass
 
 
-def _check_finite(
+def old_log_probs(batch: BatchTensors, config: AlgoConfig) -> torch.Tensor:
+    """The old policy's log-probs that the batch carries: the trainer's, or the rollout's under `bypass`."""
+    found = batch.rollout_log_probs if config.correction.bypass else batch.old_log_probs
+    if found is None:
+        name = "algo.correction.bypass uses the rollout's" if config.correction.bypass else "the loss uses old"
+        raise ValueError(f"{name} log-probs, but the samples have none")
+    return found
+
+
+def rollout_log_probs(batch: BatchTensors, config: AlgoConfig) -> torch.Tensor:
+    """The engine's log-probs, which a correction compares with."""
+    if batch.rollout_log_probs is None:
+        raise ValueError(
+            f"algo.correction (mode {config.correction.mode}) compares with the rollout's log-probs, but the samples "
+            "have none; use an engine that returns them, or remove the correction"
+        )
+    return batch.rollout_log_probs
+
+
+def check_finite(
     log_probs: torch.Tensor, old: torch.Tensor, batch: BatchTensors, config: AlgoConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Raise, or take the broken tokens out so that the backend can skip the step (`nonfinite_tokens` > 0)."""
@@ -125,7 +142,10 @@ def _check_finite(
     return masked(log_probs, finite), masked(old, finite), batch.mask & finite, broken.sum()
 
 
-def _distilled(batch: BatchTensors, old: torch.Tensor, mask: torch.Tensor, config: AlgoConfig) -> torch.Tensor:
+def distilled_advantages(
+    batch: BatchTensors, old: torch.Tensor, mask: torch.Tensor, config: AlgoConfig
+) -> torch.Tensor:
+    """Advantages, 0 at masked tokens, less opd_coef·(old - teacher)."""
     advantages = masked(batch.advantages, mask)
     if config.opd_coef == 0.0:
         return advantages
@@ -134,25 +154,6 @@ def _distilled(batch: BatchTensors, old: torch.Tensor, mask: torch.Tensor, confi
             "algo.opd_coef is above 0 but the samples have no teacher_log_probs; score them with a teacher"
         )
     return advantages - config.opd_coef * masked(old - batch.teacher_log_probs, mask)
-
-
-def _correction(
-    log_probs: torch.Tensor,
-    old: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    batch: BatchTensors,
-    sequences: Sequences,
-    config: AlgoConfig,
-) -> ImportanceWeights | None:
-    if not config.correction.active:
-        return None
-    if batch.rollout_log_probs is None:
-        raise ValueError(
-            f"algo.correction (mode {config.correction.mode}) compares with the rollout's log-probs, but the samples "
-            "have none; use an engine that returns them, or remove the correction"
-        )
-    return importance_weights(old, batch.rollout_log_probs, mask, sequences, config.correction)
 
 
 def _kl_term(
@@ -184,4 +185,13 @@ def _kl_term(
     return value
 
 
-__all__ = ["MetricSums", "NonFiniteError", "PolicyLoss", "step_objective", "value_objective"]
+__all__ = [
+    "MetricSums",
+    "NonFiniteError",
+    "check_finite",
+    "distilled_advantages",
+    "old_log_probs",
+    "rollout_log_probs",
+    "step_objective",
+    "value_objective",
+]

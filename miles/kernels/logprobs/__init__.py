@@ -5,7 +5,7 @@ reads them once more and writes the gradient; `fused_policy_loss` does both in o
 implementation runs is decided by the logits' device, never by a failure.
 """
 
-from miles.kernels.logprobs.ops import fused_policy_loss, logits_gradient, row_stats
+from miles.kernels.logprobs.ops import fused_policy_loss, logits_gradient, row_stats, scale_
 from miles.kernels.logprobs.reference import PolicyTerm, RowStats
 
-__all__ = ["PolicyTerm", "RowStats", "fused_policy_loss", "logits_gradient", "row_stats"]
+__all__ = ["PolicyTerm", "RowStats", "fused_policy_loss", "logits_gradient", "row_stats", "scale_"]

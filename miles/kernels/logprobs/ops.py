@@ -219,3 +219,16 @@ def fused_policy_loss(
             num_warps=tuning.fused_warps,
         )
     return out[0], out[1], grad
+
+
+def scale_(values: torch.Tensor, factor: torch.Tensor, *, triton: bool | None = None) -> torch.Tensor:
+    """values *= factor in place; no pass over memory when the scalar `factor` is 1, and no device sync."""
+    if not _uses_triton(values, triton):
+        return values if float(factor) == 1.0 else values.mul_(factor)
+    from miles.kernels.logprobs.triton_kernels import scale_kernel
+
+    if not values.is_contiguous():
+        raise ValueError(f"scale_: expected a contiguous tensor, got strides {values.stride()}")
+    processors = torch.cuda.get_device_properties(values.device).multi_processor_count if values.is_cuda else 1
+    scale_kernel[(processors * 8,)](values, factor.to(torch.float32), values.numel(), BLOCK=4096, num_warps=8)
+    return values

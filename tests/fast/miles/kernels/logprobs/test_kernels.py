@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from miles.kernels.logprobs import PolicyTerm, fused_policy_loss, logits_gradient, row_stats
+from miles.kernels.logprobs import PolicyTerm, fused_policy_loss, logits_gradient, row_stats, scale_
 from miles.kernels.logprobs.ops import Tuning
 
 SMALL = Tuning(stats_warps=1, stats_depth=2, gradient_warps=1, gradient_block=1024, fused_warps=1, fused_depth=2)
@@ -129,3 +129,12 @@ def test_the_fused_reference_is_autograd_of_the_composed_loss(loss):
 def test_wrong_shapes_are_named(logits, targets, valid, message):
     with pytest.raises(ValueError, match=message):
         row_stats(logits, targets, valid=valid)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_scaling_by_one_touches_nothing_and_other_factors_scale(triton):
+    values = torch.randn(3, 5000)
+    expected = values * 2.5
+    kept = values.clone()
+    assert torch.equal(scale_(kept, torch.tensor([1.0]), triton=triton), values)
+    torch.testing.assert_close(scale_(values, torch.tensor([2.5]), triton=triton), expected)
