@@ -7,7 +7,7 @@ from ci.report.escape import code, markdown
 
 LIMIT = 65_536
 MAX_TESTS = 10
-_SIGN = {"success": "✅", "failure": "❌", "cancelled": "⏹"}
+_SIGN = {"success": "✔", "failure": "✘", "cancelled": "■"}
 
 
 def _group(group: RowGroup) -> list[str]:
@@ -28,7 +28,7 @@ def _group(group: RowGroup) -> list[str]:
 
 def blocks(card: Card) -> list[str]:
     """The card in blocks, most important first; cutting between blocks keeps it readable."""
-    head = f"### {_SIGN.get(card.result, '❔')} {markdown(card.title, 120)}"
+    head = f"### {_SIGN.get(card.result, '?')} {markdown(card.title, 120)}"
     commit = f" at {code(card.commit[:12])}" if card.commit else ""
     out = [f"{head}\n\n**{totals(card.report)}**{commit} · {markdown(card.when, 40)} · [run]({card.url})\n"]
     out += ["\n".join(_group(group)) for group in card.shown]
