@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from miles.config.errors import ConfigError
@@ -12,17 +14,27 @@ from miles.config.errors import ConfigError
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write to a temporary name beside `path`, fsync, rename, fsync the folder."""
     payload = data.encode() if isinstance(data, str) else data
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with replacing(path) as temporary:
+        temporary.write_bytes(payload)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path` to write to; make it durable and rename it, or remove it on any error."""
+    # The suffix stays last: some writers choose the format by it.
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
-        with temporary.open("wb") as file:
-            file.write(payload)
-            file.flush()
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise storage_error(path, error) from error
-    sync_folder(path.parent)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise storage_error(path, error) from error
+        raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -43,5 +55,9 @@ def storage_error(path: Path, error: OSError) -> ConfigError:
         errno.EPERM: "operation not permitted; choose a folder that you may write",
         errno.EROFS: "the file system is read-only; choose another folder",
         errno.ENOTDIR: "a part of this path is a file; choose another folder",
+        errno.EEXIST: "a file of this name is in the way; choose another folder",
+        errno.EFBIG: "the limit on file sizes is reached (ulimit -f); raise it",
+        errno.ENOENT: "a folder of this path does not exist; create it or choose another",
+        errno.EISDIR: "a folder of this name is in the way; choose another name",
     }
     return ConfigError(f"{path}: {fixes.get(error.errno or 0, error.strerror or str(error))}")

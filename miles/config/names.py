@@ -34,6 +34,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     match = nearest(name, candidates)
     if match:
         return f"did you mean '{match}'?"
+    if not candidates:
+        return "nothing is accepted here"
     if len(candidates) <= MAX_LISTED:
         return f"known: {', '.join(candidates)}"
     return f"{len(candidates)} names are known"

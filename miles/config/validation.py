@@ -32,13 +32,26 @@ def validate(model: type[ModelType], data: Any, *, locate: Callable[[KeyPath], A
 
 def field_names(model: type[BaseModel], path: KeyPath) -> list[str]:
     """Names that the configuration at `path` below `model` accepts; empty where it is no model."""
-    current: Any = model
+    current: list[Any] = [model]
     for part in path:
-        models = _models_in(current.model_fields[part].annotation) if part in current.model_fields else []
-        if not models:
-            return []
-        current = models[0]
-    return list(current.model_fields)
+        current = [below for annotation in current for below in _below(annotation, part)]
+    models = [kind for annotation in current for kind in _models_in(annotation)]
+    return list(models[0].model_fields) if models else []
+
+
+def _below(annotation: Any, part: str | int) -> list[Any]:
+    """Annotations reached from `annotation` by one part of a key path: a field, an index, a key or a union's tag."""
+    if typing.get_origin(annotation) in (list, tuple, dict):
+        return list(typing.get_args(annotation)[-1:])
+    models = _models_in(annotation)
+    tagged = [m for m in models if any(part in _literals(f.annotation) for f in m.model_fields.values())]
+    if len(models) > 1 and tagged:
+        return tagged
+    return [m.model_fields[part].annotation for m in models if part in m.model_fields]
+
+
+def _literals(annotation: Any) -> tuple[Any, ...]:
+    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -2,11 +2,12 @@
 
 `load_yaml` reads one mapping from a file and remembers where every key stands, so that a later
 validation error can name file, line and column. It is stricter than YAML 1.1: duplicate keys, tabs,
-anchors, `yes`/`no` booleans and non-UTF-8 bytes are errors, and `2e-3` is a number.
+anchors, tags, `yes`/`no` booleans, numbers out of range and non-UTF-8 bytes are errors; `2e-3` is a number.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from miles.config.errors import ConfigError
 KeyPath = tuple[str | int, ...]
 
 MAX_BYTES = 1_000_000
+MAX_DIGITS = 30
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)([eE][-+]?[0-9]+)?\Z")
 _NOT_BOOLEANS = frozenset({"yes", "no", "on", "off", "y", "n"})
@@ -76,15 +78,15 @@ def parse_yaml(text: str, *, name: str) -> YamlDocument:
             raise ConfigError(f"{name}:{number}:1: a tab is used for indentation; use spaces")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
+        _refuse_hidden_values(text, name)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
-    if aliases:
-        raise ConfigError(f"{name}: anchors and aliases hide where a value comes from; write the value out")
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply for a configuration; check for unclosed brackets") from None
     if root is None:
         raise ConfigError(f"{name}: the file is empty; it must hold a mapping")
     if not isinstance(root, yaml.MappingNode):
@@ -97,7 +99,22 @@ def parse_yaml(text: str, *, name: str) -> YamlDocument:
 def parse_scalar(text: str) -> Any:
     """The value that `text` would have as a plain YAML value (used by command-line overrides)."""
     document = parse_yaml(f"value: {text}\n", name="--set")
+    if len(document.data) != 1:
+        raise ConfigError(f"--set: {text!r} holds more than one value; quote it, or give each its own --set")
     return document.data["value"]
+
+
+def _refuse_hidden_values(text: str, name: str) -> None:
+    """Anchors, aliases and tags make a value differ from what its line says."""
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            reason = "anchors and aliases hide where a value comes from; write the value out"
+        elif (tag := getattr(event, "tag", None)) is not None:
+            reason = f"tag {tag} is not read; remove it (quote a value to make it text)"
+        else:
+            continue
+        mark = event.start_mark
+        raise ConfigError(f"{name}:{mark.line + 1}:{mark.column + 1}: {reason}" if mark else f"{name}: {reason}")
 
 
 def _construct(node: yaml.Node, path: KeyPath, name: str, positions: dict[KeyPath, Position]) -> Any:
@@ -130,8 +147,10 @@ def _scalar(node: yaml.ScalarNode, name: str) -> Any:
         return text == "true"
     if text.lower() in _NOT_BOOLEANS:
         raise ConfigError(f"{_position(node, name)}: '{text}' is ambiguous; write true or false, or quote it")
-    if _INTEGER.match(text):
+    if _INTEGER.match(text) and len(text) <= MAX_DIGITS:
         return int(text)
+    if _INTEGER.match(text) or (_FLOAT.match(text) and not math.isfinite(float(text))):
+        raise ConfigError(f"{_position(node, name)}: {text[:40]} is out of range; write a smaller number, or quote it")
     if _FLOAT.match(text):
         return float(text)
     return text

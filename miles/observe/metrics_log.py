@@ -7,6 +7,7 @@ had never stopped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -26,14 +27,25 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            # Unbuffered: what a failed write leaves is on the disk, where it can be cut off, not in a buffer.
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise storage_error(path, error) from error
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one row and hand it to the operating system (a killed process loses no finished row)."""
+        """Write one row and hand it to the operating system (a killed process loses no finished row).
+
+        A row that does not fit on the disk leaves no part of itself.
+        """
+        line = (json.dumps({key: _plain(value) for key, value in row.items()}) + "\n").encode()
+        size = self._file.tell()
         try:
-            self._file.write(json.dumps({key: _plain(value) for key, value in row.items()}) + "\n")
-            self._file.flush()
+            while line:
+                line = line[self._file.write(line) or 0 :]
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
             raise storage_error(self._path, error) from error
 
     def sync(self) -> None:
@@ -57,13 +69,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """All complete rows in order. A last line without its newline is the mark of a kill and is left out."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
     rows = []
-    for number, line in enumerate(lines[:-1], start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise MetricsLogError(f"{path}:{number}: not a JSON object: {error.msg}") from None
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise MetricsLogError(
+                f"{path}:{number}: not a JSON object with a step; the file was changed: restore it, or use --fresh to "
+                "start the run over"
+            )
+        rows.append(row)
     return rows
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from miles.config.files import replacing
+
 MEAN_OVER = 5
 
 
@@ -33,9 +35,8 @@ def _write_png(steps: list[int], rewards: list[float], path: Path, name: str) ->
     axes.set(title=name, xlabel="step", ylabel="mean reward", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120)
 
 
 def _write_html(steps: list[int], rewards: list[float], path: Path, name: str) -> None:
@@ -45,7 +46,6 @@ def _write_html(steps: list[int], rewards: list[float], path: Path, name: str) -
     figure.add_scatter(x=steps, y=rewards, name="reward, each step", line={"width": 1, "color": "#9ecae1"})
     figure.add_scatter(x=steps, y=moving_mean(rewards), name=f"mean of {MEAN_OVER} steps", line={"color": "#08519c"})
     figure.update_layout(title=name, xaxis_title="step", yaxis_title="mean reward", yaxis_range=[0, 1.02])
-    temporary = path.with_name(f".{path.name}.tmp")
-    # The script is written into the page, so that it opens without a network.
-    figure.write_html(temporary, include_plotlyjs=True)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        # The script is written into the page, so that it opens without a network.
+        figure.write_html(temporary, include_plotlyjs=True)
