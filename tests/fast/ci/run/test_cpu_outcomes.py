@@ -1,0 +1,183 @@
+"""`miles-ci run` on one repository that holds every kind of CPU file, and what each of them leaves in the results."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from datetime import date, timedelta
+
+import pytest
+
+# One worker runs them all, so that the repository is run once.
+pytestmark = pytest.mark.xdist_group("every-kind-of-file")
+
+FILES = {
+    "test_ok.py": """
+        import os, pathlib
+        def test_no_device_is_visible():
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == "" == os.environ["HIP_VISIBLE_DEVICES"]
+        def test_ports_and_folder_are_given():
+            assert int(os.environ["MILES_CI_PORT_BASE"]) >= 20000
+            assert pathlib.Path(os.environ["TMPDIR"]).is_dir()
+        def test_runs_in_a_worker_beside_others():
+            assert os.environ["PYTEST_XDIST_WORKER"].startswith("gw")
+        """,
+    "test_fails.py": """
+        def test_wrong():
+            value = 41
+            assert value == 42, "token 7 at /home/u/x.py is 0xdeadbeef"
+        def test_right(): assert True
+        """,
+    "test_fixture_error.py": """
+        import pytest
+        @pytest.fixture
+        def broken(): raise ValueError("no such thing")
+        def test_uses_it(broken): assert True
+        """,
+    "test_import_error.py": "import there_is_no_such_module\ndef test_a(): assert True\n",
+    "test_nothing.py": "value = 1\n",
+    "test_all_skipped.py": """
+        import pytest
+        @pytest.mark.skip(reason="not today")
+        def test_a(): assert True
+        """,
+    "test_module_skipped.py": """
+        import pytest
+        pytest.skip("no such library", allow_module_level=True)
+        def test_a(): assert True
+        """,
+    "test_skips_with_leave.py": """
+        import pytest
+        from ci.declare import register_cpu_ci
+        register_cpu_ci(est_time=1, suite="stage-a-cpu",
+                        allow_all_skipped={"reason": "runs on macOS only, see docs"})
+        @pytest.mark.skip(reason="macOS only")
+        def test_a(): assert True
+        """,
+    "test_dead_cases.py": """
+        import unittest
+        def test_alive(): assert True
+        if __name__ == "__main__":
+            class Dead(unittest.TestCase):
+                def test_never(self): self.fail()
+            unittest.main()
+        """,
+    "test_swallows.py": """
+        import pytest
+        def test_a():
+            pytest.main(["--version"])
+            assert True
+        """,
+    "test_serial.py": """
+        import os
+        from ci.declare import register_cpu_ci
+        register_cpu_ci(est_time=1, suite="stage-a-cpu", serial=True)
+        def test_runs_alone(): assert "PYTEST_XDIST_WORKER" not in os.environ
+        """,
+    "test_resets.py": """
+        def test_a(): raise ConnectionResetError("Connection reset by peer")
+        """,
+    "test_unstable.py": """
+        from ci.declare import register_cpu_ci
+        register_cpu_ci(est_time=1, suite="stage-a-cpu",
+                        unstable={"reason": "races with the clock, being fixed", "issue": "#7", "until": "%(until)s"})
+        def test_a(): assert 1 == 2
+        """,
+    "test_declares_wrongly.py": """
+        from ci.declare import register_cpu_ci
+        register_cpu_ci(est_time=1, suite="no-such-suite")
+        def test_a(): assert True
+        """,
+    "test_expected_failure.py": """
+        import pytest
+        @pytest.mark.xfail(reason="known", strict=True)
+        def test_a(): assert 1 == 2
+        """,
+}
+EXPECTED = {
+    "test_ok.py": "passed",
+    "test_fails.py": "failed",
+    "test_fixture_error.py": "error",
+    "test_import_error.py": "error",
+    "test_nothing.py": "no_tests",
+    "test_all_skipped.py": "all_skipped",
+    "test_module_skipped.py": "all_skipped",
+    "test_skips_with_leave.py": "all_skipped",
+    "test_dead_cases.py": "error",
+    "test_swallows.py": "error",
+    "test_serial.py": "passed",
+    "test_resets.py": "infra",
+    "test_unstable.py": "unstable_failed",
+    "test_declares_wrongly.py": "declaration_error",
+    "test_expected_failure.py": "passed",
+}
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory, repository_class):
+    """One run over all files; the tests below look at what it left."""
+    repository = repository_class(tmp_path_factory.mktemp("repository"))
+    until = (date.today() + timedelta(days=30)).isoformat()
+    for name, source in FILES.items():
+        repository.file(name, source.replace("%(until)s", until))
+    return repository.run("--suite", "stage-a-cpu")
+
+
+def test_every_kind_of_file_has_its_outcome(everything):
+    assert everything.outcomes() == EXPECTED, everything.output
+
+
+def test_declaration_error_decides_the_exit_code_over_test_failures(everything):
+    assert everything.code == 2
+    assert everything.results()["exit_code"] == 2
+
+
+def test_leave_and_unstable_do_not_block_and_say_why(everything):
+    tests = everything.tests()
+    assert tests["test_skips_with_leave.py"]["tolerated"] == "runs on macOS only, see docs"
+    assert tests["test_unstable.py"]["tolerated"]
+
+
+def test_failure_is_recorded_with_type_message_frame_and_signature(everything):
+    (failure,) = everything.tests()["test_fails.py"]["attempts"][0]["failures"]
+    assert failure["node"] == "tests/fast/test_fails.py::test_wrong"
+    assert failure["type"] == "AssertionError"
+    assert "token 7" in failure["message"]
+    assert failure["frame"] == "tests/fast/test_fails.py:test_wrong:4"
+    assert len(failure["signature"]) == 16
+
+
+def test_nothing_is_repeated_where_too_much_failed(everything):
+    """Nine of fifteen files are bad: that is not chance, so the file with a retryable failure gets no second try."""
+    test = everything.tests()["test_resets.py"]
+    assert [attempt["cause"] for attempt in test["attempts"]] == ["connection-reset"]
+
+
+def test_dark_tests_are_named(everything):
+    tests = everything.tests()
+    assert "Dead::test_never" in tests["test_dead_cases.py"]["message"]
+    assert "pytest.main" in tests["test_swallows.py"]["message"]
+
+
+def test_observed_lists_every_node_that_ran(everything):
+    (path,) = everything.folder.glob("*/observed.json")
+    observed = json.loads(path.read_text())
+    assert set(observed["units"]["tests/fast/test_fails.py"]["nodes"].values()) == {"failed", "passed"}
+    assert len(observed["units"]) == len(FILES)
+    assert observed["plan_digest"] == everything.results()["run"]["plan_digest"]
+
+
+def test_junit_holds_every_failing_file(everything):
+    (path,) = everything.folder.glob("*/junit.xml")
+    suite = ElementTree.parse(path).getroot().find("testsuite")
+    bad = {case.get("file") for case in suite if case.find("failure") is not None or case.find("error") is not None}
+    blocking = {f"tests/fast/{name}" for name in EXPECTED if name in (
+        "test_fails.py", "test_fixture_error.py", "test_import_error.py", "test_nothing.py", "test_all_skipped.py",
+        "test_module_skipped.py", "test_dead_cases.py", "test_swallows.py")}  # fmt: skip
+    # test_unstable.py failed too: its node says so, although it does not block.
+    assert bad - {"tests/fast/test_unstable.py"} >= blocking
+
+
+def test_summary_names_what_is_wrong_and_the_exit_code(everything):
+    assert "FAILED       tests/fast/test_fails.py" in everything.output
+    assert "exit code 2" in everything.output
