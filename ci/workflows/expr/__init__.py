@@ -5,7 +5,7 @@ closure, `status_functions` names the status functions a tree really calls (a co
 not count). Left out: template strings around expressions, which `ci.workflows.model` handles.
 """
 
-from ci.workflows.expr.evaluate import Env, compile_tree, evaluate, interpolate
+from ci.workflows.expr.evaluate import Env, compile_tree, evaluate, hash_files, interpolate
 from ci.workflows.expr.syntax import (
     STATUS_FUNCTIONS,
     ExpressionError,
@@ -24,6 +24,7 @@ __all__ = [
     "compile_tree",
     "context_paths",
     "evaluate",
+    "hash_files",
     "interpolate",
     "is_truthy",
     "parse",
