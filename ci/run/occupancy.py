@@ -10,7 +10,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from ci.run.probe import DriverError, _Library
+from ci.run.drivers import DriverError, Library
 from ci.run.process_tree import command_of
 
 MIB = 1 << 20
@@ -43,7 +43,7 @@ class _ProcessInfo(ctypes.Structure):
     )
 
 
-class Nvml(_Library):
+class Nvml(Library):
     def __init__(self) -> None:
         super().__init__(("libnvidia-ml.so.1", "libnvidia-ml.so"))
 

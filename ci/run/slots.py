@@ -22,21 +22,15 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from ci.errors import CiError, ExitCode, UsageError
+from ci.errors import UsageError
 from ci.run.devices import Device
+from ci.run.locks import LeaseError, open_lock, read_json, try_lock, write_json
 
 DEFAULT_FOLDER = Path("/tmp/miles-ci-locks")
 PORT_BASE = 20_000
 PORTS_PER_LEASE = 200
 PORT_RANGES = 60
-
-
-class LeaseError(CiError):
-    """The lock folder cannot be used."""
-
-    exit_code = ExitCode.INFRA
 
 
 @dataclass(frozen=True)
@@ -167,30 +161,21 @@ class LeaseManager:
 
     @contextlib.contextmanager
     def _allocator(self) -> Iterator[None]:
-        fd = self._open(self._folder / "allocator.lock")
+        fd = open_lock(self._folder / "allocator.lock")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
             os.close(fd)
 
-    def _open(self, path: Path) -> int:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise LeaseError(f"lock file {path}: {error.strerror}") from error
-        with contextlib.suppress(PermissionError):
-            os.fchmod(fd, 0o666)
-        return fd
-
     def _survey(self) -> _Survey:
         survey = _Survey()
         for device in self.devices:
-            fd = self._open(self._folder / f"device-{device.bus_id.replace(':', '-')}.lock")
-            if _try_lock(fd):
+            fd = open_lock(self._folder / f"device-{device.bus_id.replace(':', '-')}.lock")
+            if try_lock(fd):
                 survey.free[device.bus_id] = fd
                 continue
-            survey.busy_until[device.bus_id] = float(_read_json(fd).get("until", self._clock()))
+            survey.busy_until[device.bus_id] = float(read_json(fd).get("until", self._clock()))
             os.close(fd)
         return survey
 
@@ -242,14 +227,14 @@ class LeaseManager:
         fds = [port_fd, *(survey.free.pop(device.bus_id) for device in chosen)]
         entry = {"pid": os.getpid(), "label": request.label, "until": self._clock() + request.estimate_s}
         for fd in fds:
-            _write_json(fd, entry)
+            write_json(fd, entry)
         tmpdir = Path(tempfile.mkdtemp(prefix="mci-", dir=self._tmp_parent))
         return Lease(request, tuple(chosen), port_base, tmpdir, tuple(fds))
 
     def _take_ports(self) -> tuple[int, int] | None:
         for index in range(PORT_RANGES):
-            fd = self._open(self._folder / f"ports-{index:02d}.lock")
-            if _try_lock(fd):
+            fd = open_lock(self._folder / f"ports-{index:02d}.lock")
+            if try_lock(fd):
                 return fd, PORT_BASE + index * PORTS_PER_LEASE
             os.close(fd)
         return None
@@ -263,10 +248,10 @@ class LeaseManager:
             except FileNotFoundError:
                 continue
             try:
-                if _try_lock(fd):
+                if try_lock(fd):
                     path.unlink(missing_ok=True)
                     continue
-                entry = _read_json(fd)
+                entry = read_json(fd)
                 if entry:
                     found.append(_Waiting(entry["count"], frozenset(entry["devices"]), entry["since"]))
             finally:
@@ -277,11 +262,11 @@ class LeaseManager:
         since = self._ticket[2] if self._ticket is not None else self._clock()
         if self._ticket is None:
             path = self._folder / "waiting" / f"{uuid.uuid4().hex}.json"
-            fd = self._open(path)
+            fd = open_lock(path)
             fcntl.flock(fd, fcntl.LOCK_EX)
             self._ticket = (path, fd, since)
         devices = [device.bus_id for device in self.devices]
-        _write_json(self._ticket[1], {"count": request.count, "devices": devices, "since": since, "pid": os.getpid()})
+        write_json(self._ticket[1], {"count": request.count, "devices": devices, "since": since, "pid": os.getpid()})
 
     def _withdraw(self) -> None:
         if self._ticket is not None:
@@ -313,25 +298,3 @@ def check_requests(requests: Sequence[Request], available: int) -> None:
                 f"{request.label}: needs {request.count} device(s), this runner may use {available}; "
                 "choose another suite or widen the visibility variables"
             )
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _read_json(fd: int) -> dict[str, Any]:
-    try:
-        value = json.loads(os.pread(fd, 65536, 0) or b"{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _write_json(fd: int, value: dict[str, Any]) -> None:
-    data = json.dumps(value).encode()
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, data, 0)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ci.errors import UsageError
 from ci.run import slots
 from ci.run.devices import Device
+from ci.run.locks import LeaseError
 from ci.run.slots import LeaseManager, Request
 
 DEVICES = tuple(Device(n, f"0000:{n:02x}:00.0", f"GPU-{n:08x}", "fake", 1000) for n in range(8))
@@ -228,7 +229,7 @@ def test_request_that_can_never_start_is_refused_with_the_numbers():
 
 def test_lock_folder_that_cannot_be_used_names_the_variable(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(slots.LeaseError, match="MILES_CI_LOCK_DIR"):
+    with pytest.raises(LeaseError, match="MILES_CI_LOCK_DIR"):
         LeaseManager(tmp_path / "file" / "below", DEVICES)
 
 
