@@ -37,16 +37,24 @@ def test_write_that_does_not_fit_keeps_the_old_content_and_removes_its_own(tmp_p
 
 
 def test_interrupted_writer_leaves_no_temporary_file(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "plot.png") as temporary:
-        assert temporary.suffix == ".png"
-        temporary.write_bytes(b"half")
-        raise KeyboardInterrupt
+    def write() -> None:
+        with replacing(tmp_path / "plot.png") as temporary:
+            assert temporary.suffix == ".png"
+            temporary.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("file/below", "a part of this path is a file"), ("absent/x", "does not exist; create it"), ("folder", "in the way")],
+    [
+        ("file/below", "a part of this path is a file"),
+        ("absent/x", "does not exist; create it"),
+        ("folder", "in the way"),
+    ],
 )
 def test_unwritable_place_is_a_config_error_that_says_what_to_do(tmp_path: Path, path: str, said: str) -> None:
     (tmp_path / "file").write_text("")
@@ -68,7 +76,7 @@ def test_unknown_errno_keeps_the_systems_own_words() -> None:
 
 
 def test_misspelt_variable_of_ours_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="MILES_RUN_DIR is not known; did you mean 'MILES_RUNS_DIR'?"):
+    with pytest.raises(ConfigError, match=r"MILES_RUN_DIR is not known; did you mean 'MILES_RUNS_DIR'\?"):
         environment.refuse_unknown({"MILES_RUN_DIR": "x", "PATH": "y"})
     environment.refuse_unknown({"MILES_RUNS_DIR": "x", "MILES_CI_ANYTHING": "y", "OTHER": "z"})
 

@@ -19,7 +19,7 @@ def test_value_is_read_as_yaml() -> None:
 
 @pytest.mark.parametrize("text", ["a.b", "=1", "a..b=1", ".a=1", "a.=1"])
 def test_malformed_override_says_how_to_write_it(text: str) -> None:
-    with pytest.raises(ConfigError, match="write it as section.key=value"):
+    with pytest.raises(ConfigError, match=r"write it as section\.key=value"):
         parse_override(text)
 
 
@@ -37,7 +37,7 @@ def test_later_override_wins_and_the_input_is_not_touched() -> None:
 
 
 def test_override_below_a_value_is_refused_and_an_empty_section_is_filled() -> None:
-    with pytest.raises(ConfigError, match="--set a.b=1: 'a' is a value, not a section"):
+    with pytest.raises(ConfigError, match=r"--set a\.b=1: 'a' is a value, not a section"):
         apply_overrides({"a": 3}, ["a.b=1"])
     assert apply_overrides({"a": None}, ["a.b=1"])[0] == {"a": {"b": 1}}
 

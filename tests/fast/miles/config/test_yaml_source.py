@@ -127,7 +127,29 @@ def test_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
 
 # Text that looks like YAML more often than random characters do.
 PIECES = st.sampled_from(
-    ["a", "b: ", "- ", "\n", "  ", "\t", "'", '"', "[", "]", "{", "}", ",", "#", "&x ", "*x", "!t ", "|\n", ": ", "1", "é"]
+    [
+        "a",
+        "b: ",
+        "- ",
+        "\n",
+        "  ",
+        "\t",
+        "'",
+        '"',
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        "#",
+        "&x ",
+        "*x",
+        "!t ",
+        "|\n",
+        ": ",
+        "1",
+        "é",
+    ]
 )
 
 
@@ -136,9 +158,10 @@ def test_any_text_gives_plain_json_data_or_a_config_error(text: str) -> None:
     try:
         document = parse_yaml(text, name="f.yaml")
     except ConfigError as error:
-        assert str(error).startswith("f.yaml")
-        return
-    json.dumps(document.data, allow_nan=False)
+        message = str(error)
+    else:
+        message = f"f.yaml: {json.dumps(document.data, allow_nan=False)}"
+    assert message.startswith("f.yaml")
 
 
 JSON = st.recursive(
