@@ -45,10 +45,13 @@ def fused_objective(
     *,
     vocab_size: int,
     temperature: float = 1.0,
+    rows: torch.Tensor | None = None,
     cp_group: torch.distributed.ProcessGroup | None = None,
     inplace: bool = False,
 ) -> tuple[torch.Tensor, MetricSums]:
-    """Loss (scalar with gradient to `logits` [n, V]) and metric sums of one micro-batch.
+    """Loss (scalar with gradient to `logits` [T, V]) and metric sums of one micro-batch.
+
+    rows: int64 [n], distinct: the logit row of each response token (`batch.logit_index`); None: they are in order.
 
     `inplace` lets the gradient take the logits' memory: the caller must not read them afterwards.
     `ValueError` names the option that needs `step_objective` instead.
@@ -78,7 +81,7 @@ def fused_objective(
         high=1.0 + config.clip_high,
         dual_c=config.dual_clip_c or 1.0,
     )
-    losses, log_probs = _Fused.apply(logits, batch.target_ids, term, vocab_size, temperature, inplace)
+    losses, log_probs = _Fused.apply(logits, batch.target_ids, rows, term, vocab_size, temperature, inplace)
     refuse_outside()
     total = losses.sum()
     before = log_probs if old is None else old
@@ -108,13 +111,14 @@ class _Fused(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
+        rows: torch.Tensor | None,
         term: PolicyTerm,
         vocab_size: int,
         temperature: float,
         inplace: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         losses, log_probs, grad = fused_policy_loss(
-            logits.detach(), targets, term, valid=vocab_size, temperature=temperature, inplace=inplace
+            logits.detach(), targets, term, rows=rows, valid=vocab_size, temperature=temperature, inplace=inplace
         )
         ctx.grad = grad
         ctx.mark_non_differentiable(log_probs)
@@ -128,4 +132,4 @@ class _Fused(torch.autograd.Function):
             raise RuntimeError("fused_objective: its backward can run once; compute the objective again")
         if grad_losses.numel():
             scale_(grad, grad_losses.reshape(-1)[:1])
-        return grad, None, None, None, None, None
+        return (grad, *(None,) * 6)

@@ -68,10 +68,15 @@ def vocab_parallel_scores(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
+    rows: torch.Tensor | None = None,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
     entropy: str = "none",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(log-probs, entropy or None) in one pass; `entropy` is none, value (no gradient) or gradient."""
+    """(log-probs, entropy or None) in one pass; `entropy` is none, value (no gradient) or gradient.
+
+    rows: int64 [n], distinct: which rows of logits [T, V/tp] the n targets belong to. It saves the copy, and its
+    gradient, of picking those rows first; None when n = T and they are in order.
+    """
     check_temperature(temperature)
     refuse_outside = target_check(targets, vocab_size)
     start = group_rank(group) * logits.shape[1]
@@ -80,7 +85,7 @@ def vocab_parallel_scores(
         raise ValueError(
             f"logits: {group_size(group)} shards of {logits.shape[1]} columns hold no vocabulary of {vocab_size}"
         )
-    log_probs, full = _Scores.apply(logits, targets, group, start, valid, temperature, chunk_rows, entropy)
+    log_probs, full = _Scores.apply(logits, targets, rows, group, start, valid, temperature, chunk_rows, entropy)
     refuse_outside()
     return log_probs, None if entropy == "none" else full
 
@@ -127,6 +132,7 @@ class _Scores(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
+        rows: torch.Tensor | None,
         group: dist.ProcessGroup | None,
         start: int,
         valid: int,
@@ -138,6 +144,7 @@ class _Scores(torch.autograd.Function):
         stats = row_stats(
             logits,
             targets,
+            rows=rows,
             offset=start,
             valid=valid,
             temperature=temperature,
@@ -158,7 +165,7 @@ class _Scores(torch.autograd.Function):
         log_probs = parts[1] - lse
         full = lse - parts[2] / parts[0] if with_entropy else torch.zeros_like(lse)
         ctx.save_for_backward(logits, targets, lse, full)
-        ctx.options = (start, valid, temperature, chunk_rows, entropy)
+        ctx.options = (rows, start, valid, temperature, chunk_rows, entropy)
         if entropy != "gradient":
             ctx.mark_non_differentiable(full)
         return log_probs, full
@@ -166,12 +173,13 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
         logits, targets, lse, full = ctx.saved_tensors
-        start, valid, temperature, chunk_rows, entropy = ctx.options
+        rows, start, valid, temperature, chunk_rows, entropy = ctx.options
         grad = logits_gradient(
             logits,
             targets,
             lse,
             grad_log_probs,
+            rows=rows,
             offset=start,
             entropy=full if entropy == "gradient" else None,
             grad_entropy=grad_entropy if entropy == "gradient" else None,
@@ -179,4 +187,4 @@ class _Scores(torch.autograd.Function):
             temperature=temperature,
             chunk_rows=chunk_rows,
         )
-        return grad, None, None, None, None, None, None, None
+        return (grad, *(None,) * 8)

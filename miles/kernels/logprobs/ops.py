@@ -38,13 +38,23 @@ def _uses_triton(logits: torch.Tensor, force: bool | None) -> bool:
     return logits.is_cuda if force is None else force
 
 
-def _check(logits: torch.Tensor, targets: torch.Tensor, valid: int) -> None:
+def _check(logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor | None, valid: int) -> None:
     if logits.ndim != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits: expected [n, V] with contiguous rows, got {list(logits.shape)} {logits.stride()}")
-    if targets.shape != (len(logits),):
-        raise ValueError(f"targets: expected [{len(logits)}], got {list(targets.shape)}")
+    count = len(logits) if rows is None else len(rows)
+    if targets.shape != (count,):
+        raise ValueError(f"targets: expected [{count}], got {list(targets.shape)}")
     if not 0 <= valid <= logits.shape[1]:
         raise ValueError(f"valid columns: {valid} of {logits.shape[1]}")
+
+
+def _slots(rows: torch.Tensor | None, count: int) -> torch.Tensor | None:
+    """int64 [count]: which target each logit row belongs to, -1 for none. `rows` are distinct."""
+    if rows is None:
+        return None
+    slots = torch.full((count,), -1, dtype=torch.int64, device=rows.device)
+    slots[rows] = torch.arange(len(rows), device=rows.device)
+    return slots
 
 
 def _lanes(warps: int, dtype: torch.dtype) -> int:
@@ -57,6 +67,7 @@ def row_stats(
     targets: torch.Tensor,
     *,
     valid: int,
+    rows: torch.Tensor | None = None,
     offset: int = 0,
     temperature: float = 1.0,
     with_entropy: bool = False,
@@ -64,16 +75,18 @@ def row_stats(
     triton: bool | None = None,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> RowStats:
-    """What this shard knows of each row of logits [n, V_local] (fp32, bf16 or fp16); see `RowStats`.
+    """What this shard knows of rows of logits [T, V_local] (fp32, bf16 or fp16); see `RowStats`.
 
     targets: int64 [n], ids; column j here is id `offset + j`, and `valid` columns belong to the vocabulary.
+    rows: int64 [n], distinct: the logit row of each target; None when n = T and they are in order.
     `chunk_rows` bounds the reference's memory only.
     """
-    _check(logits, targets, valid)
+    _check(logits, targets, rows, valid)
     if not _uses_triton(logits, triton):
         return reference_row_stats(
             logits,
             targets,
+            rows=rows,
             offset=offset,
             valid=valid,
             temperature=temperature,
@@ -82,11 +95,12 @@ def row_stats(
         )
     from miles.kernels.logprobs.triton_kernels import stats_kernel
 
-    n = len(logits)
+    n = len(targets)
     out = torch.empty((4, n), dtype=torch.float32, device=logits.device)
     if n:
         stats_kernel[(n,)](
             logits,
+            targets if rows is None else rows,
             targets,
             out[0],
             out[1],
@@ -99,6 +113,7 @@ def row_stats(
             DEPTH=tuning.stats_depth,
             LANES=_lanes(tuning.stats_warps, logits.dtype),
             ENTROPY=with_entropy,
+            PICKED=rows is not None,
             num_warps=tuning.stats_warps,
         )
     return RowStats(out[0], out[1], out[2], out[3] if with_entropy else None)
@@ -113,14 +128,15 @@ def logits_gradient(
     entropy: torch.Tensor | None = None,
     grad_entropy: torch.Tensor | None = None,
     valid: int,
+    rows: torch.Tensor | None = None,
     offset: int = 0,
     temperature: float = 1.0,
     chunk_rows: int = 1024,
     triton: bool | None = None,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> torch.Tensor:
-    """Gradient with respect to the logits, same shape and dtype. lse, grad_log_probs: fp32 [n], global over shards."""
-    _check(logits, targets, valid)
+    """Gradient with respect to the logits [T, V_local], same dtype; 0 in rows that no target names. lse, grad_log_probs: fp32 [n], global over shards."""
+    _check(logits, targets, rows, valid)
     with_entropy = entropy is not None and grad_entropy is not None
     if not _uses_triton(logits, triton):
         return reference_logits_gradient(
@@ -128,6 +144,7 @@ def logits_gradient(
             targets,
             lse,
             grad_log_probs,
+            rows=rows,
             offset=offset,
             entropy=entropy,
             grad_entropy=grad_entropy,
@@ -140,10 +157,12 @@ def logits_gradient(
     n, width = logits.shape
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     grad_log_probs = grad_log_probs.contiguous()
+    slots = _slots(rows, n)
     if n:
         gradient_kernel[(n * -(-width // tuning.gradient_block),)](
             logits,
             grad,
+            targets if slots is None else slots,
             targets,
             lse,
             grad_log_probs,
@@ -158,6 +177,7 @@ def logits_gradient(
             1.0 / temperature,
             BLOCK=tuning.gradient_block,
             ENTROPY=with_entropy,
+            PICKED=slots is not None,
             num_warps=tuning.gradient_warps,
         )
     return grad
@@ -169,33 +189,36 @@ def fused_policy_loss(
     term: PolicyTerm,
     *,
     valid: int,
+    rows: torch.Tensor | None = None,
     temperature: float = 1.0,
     inplace: bool = False,
     chunk_rows: int = 1024,
     triton: bool | None = None,
     tuning: Tuning = DEFAULT_TUNING,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss x weight fp32 [n], log-probs fp32 [n], d(sum of losses)/dlogits) of unsharded logits [n, V].
+    """(loss x weight fp32 [n], log-probs fp32 [n], d(sum of losses)/dlogits) of unsharded logits [T, V].
 
     `inplace` writes the gradient over the logits, which the caller must own and no longer need.
     """
-    _check(logits, targets, valid)
+    _check(logits, targets, rows, valid)
     if not _uses_triton(logits, triton):
         losses, log_probs, grad = reference_fused_policy_loss(
-            logits, targets, term, valid=valid, temperature=temperature, chunk_rows=chunk_rows
+            logits, targets, term, rows=rows, valid=valid, temperature=temperature, chunk_rows=chunk_rows
         )
         return losses, log_probs, logits.copy_(grad) if inplace else grad
     from miles.kernels.logprobs.triton_kernels import fused_kernel
 
     n, width = logits.shape
     grad = logits if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    out = torch.empty((2, n), dtype=torch.float32, device=logits.device)
+    out = torch.empty((2, len(targets)), dtype=torch.float32, device=logits.device)
+    slots = _slots(rows, n)
     processors = torch.cuda.get_device_properties(logits.device).multi_processor_count if logits.is_cuda else 1
     programs = min(n, processors * tuning.fused_programs_per_sm)
     if n:
         fused_kernel[(programs,)](
             logits,
             grad,
+            targets if slots is None else slots,
             targets,
             term.advantages if term.old is None else term.old,
             term.advantages,
@@ -216,6 +239,7 @@ def fused_policy_loss(
             LANES=_lanes(tuning.fused_warps, logits.dtype),
             LOSS=_LOSSES.index(term.loss),
             ON_POLICY=term.old is None,
+            PICKED=slots is not None,
             num_warps=tuning.fused_warps,
         )
     return out[0], out[1], grad

@@ -46,35 +46,39 @@ def reference_row_stats(
     logits: torch.Tensor,
     targets: torch.Tensor,
     *,
+    rows: torch.Tensor | None,
     offset: int,
     valid: int,
     temperature: float,
     with_entropy: bool,
     chunk_rows: int,
 ) -> RowStats:
-    """See `RowStats`. targets: int64 [n], ids; this shard holds ids `offset` to `offset + valid - 1`."""
-    n = len(logits)
+    """See `RowStats`. targets: int64 [n], ids; this shard holds ids `offset` to `offset + valid - 1`.
+
+    rows: int64 [n], the logit row of each target, or None when they are in order.
+    """
+    n = len(targets)
     columns = local_columns(targets, offset, valid)
     out = torch.empty((4 if with_entropy else 3, n), dtype=torch.float32, device=logits.device)
     if valid == 0:
         out.zero_()
         out[0] = -torch.inf
     for start in range(0, n if valid else 0, chunk_rows):
-        rows = slice(start, start + chunk_rows)
-        z = _scaled(logits[rows, :valid], temperature)
+        part = slice(start, start + chunk_rows)
+        z = _scaled(logits[part if rows is None else rows[part], :valid], temperature)
         maximum = z.amax(dim=-1)
-        at = columns[rows]
+        at = columns[part]
         picked = z.gather(1, at.clamp(min=0)[:, None])[:, 0]
-        out[0, rows] = maximum
-        out[2, rows] = torch.where(at >= 0, picked, 0.0)
+        out[0, part] = maximum
+        out[2, part] = torch.where(at >= 0, picked, 0.0)
         shift = torch.where(torch.isfinite(maximum), maximum, 0.0)
         if with_entropy:
             e = (z - shift[:, None]).exp_()
-            out[1, rows] = e.sum(dim=-1)
+            out[1, part] = e.sum(dim=-1)
             # exp(-inf)·(-inf) would be NaN: a forbidden token adds nothing to the entropy.
-            out[3, rows] = e.mul_(z.clamp_(min=torch.finfo(torch.float32).min)).sum(dim=-1)
+            out[3, part] = e.mul_(z.clamp_(min=torch.finfo(torch.float32).min)).sum(dim=-1)
         else:
-            out[1, rows] = z.sub_(shift[:, None]).exp_().sum(dim=-1)
+            out[1, part] = z.sub_(shift[:, None]).exp_().sum(dim=-1)
     return RowStats(out[0], out[1], out[2], out[3] if with_entropy else None)
 
 
@@ -89,6 +93,7 @@ def reference_logits_gradient(
     lse: torch.Tensor,
     grad_log_probs: torch.Tensor,
     *,
+    rows: torch.Tensor | None,
     offset: int,
     entropy: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
@@ -102,18 +107,19 @@ def reference_logits_gradient(
     """
     grad = torch.zeros_like(logits)
     columns = local_columns(targets, offset, valid)
-    for start in range(0, len(logits) if valid else 0, chunk_rows):
-        rows = slice(start, start + chunk_rows)
-        log_p = _scaled(logits[rows, :valid], temperature).sub_(lse[rows, None])
+    for start in range(0, len(targets) if valid else 0, chunk_rows):
+        part = slice(start, start + chunk_rows)
+        where = part if rows is None else rows[part]
+        log_p = _scaled(logits[where, :valid], temperature).sub_(lse[part, None])
         p = log_p.exp()
-        out = p * -grad_log_probs[rows, None]
+        out = p * -grad_log_probs[part, None]
         if entropy is not None and grad_entropy is not None:
-            term = log_p.clamp_(min=torch.finfo(torch.float32).min).add_(entropy[rows, None])
-            out -= p.mul_(term).mul_(grad_entropy[rows, None])
-        at = columns[rows]
-        here = torch.where(at >= 0, grad_log_probs[rows], 0.0)
+            term = log_p.clamp_(min=torch.finfo(torch.float32).min).add_(entropy[part, None])
+            out -= p.mul_(term).mul_(grad_entropy[part, None])
+        at = columns[part]
+        here = torch.where(at >= 0, grad_log_probs[part], 0.0)
         out.scatter_add_(1, at.clamp(min=0)[:, None], here[:, None])
-        grad[rows, :valid] = out.div_(temperature)
+        grad[where, :valid] = out.div_(temperature).to(grad.dtype)
     return grad
 
 
@@ -140,11 +146,25 @@ def policy_term_loss(log_probs: torch.Tensor, term: PolicyTerm) -> torch.Tensor:
 
 
 def reference_fused_policy_loss(
-    logits: torch.Tensor, targets: torch.Tensor, term: PolicyTerm, *, valid: int, temperature: float, chunk_rows: int
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    term: PolicyTerm,
+    *,
+    rows: torch.Tensor | None,
+    valid: int,
+    temperature: float,
+    chunk_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss x weight [n], log-probs [n], gradient of the sum of the losses with respect to the logits)."""
     stats = reference_row_stats(
-        logits, targets, offset=0, valid=valid, temperature=temperature, with_entropy=False, chunk_rows=chunk_rows
+        logits,
+        targets,
+        rows=rows,
+        offset=0,
+        valid=valid,
+        temperature=temperature,
+        with_entropy=False,
+        chunk_rows=chunk_rows,
     )
     lse = stats.maximum + stats.total.log()
     log_probs = (stats.target - lse).requires_grad_(True)
@@ -156,6 +176,7 @@ def reference_fused_policy_loss(
         targets,
         lse,
         slope,
+        rows=rows,
         offset=0,
         entropy=None,
         grad_entropy=None,

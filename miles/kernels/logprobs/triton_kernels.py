@@ -54,6 +54,7 @@ def _accumulate(
 @triton.jit
 def stats_kernel(
     logits,
+    rows,
     targets,
     out_max,
     out_sum,
@@ -66,10 +67,14 @@ def stats_kernel(
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
     ENTROPY: tl.constexpr,
+    PICKED: tl.constexpr,
 ):
-    """One program per row: max, sum, target and (ENTROPY) weighted sum, in natural units."""
+    """One program per target: max, sum, target and (ENTROPY) weighted sum, in natural units.
+
+    PICKED: target i belongs to logit row rows[i], else to row i.
+    """
     row = tl.program_id(0).to(tl.int64)
-    base = logits + row * stride
+    base = logits + (tl.load(rows + row) if PICKED else row) * stride
     at = tl.load(targets + row) - offset
     here = (at >= 0) & (at < valid)
     picked = tl.load(base + tl.where(here, at, 0), mask=here, other=0.0).to(tl.float32) * scale * _LN2
@@ -92,6 +97,7 @@ def stats_kernel(
 def gradient_kernel(
     logits,
     grad,
+    slots,
     targets,
     lse,
     grad_log_probs,
@@ -106,21 +112,28 @@ def gradient_kernel(
     inv_temperature,
     BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
+    PICKED: tl.constexpr,
 ):
-    """One program per (row, block of columns); neighbouring programs share a row."""
+    """One program per (logit row, block of columns); neighbouring programs share a row.
+
+    PICKED: row r belongs to target slots[r]; a row without one (-1) gets zeros and is not read.
+    """
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(logits + row * stride + cols, mask=cols < valid, other=-float("inf")).to(tl.float32) * scale
-    log2_p = y - tl.load(lse + row) * _LOG2E
+    slot = tl.load(slots + row) if PICKED else row
+    used = slot >= 0
+    extent = valid if not PICKED else tl.where(used, valid, 0)
+    y = tl.load(logits + row * stride + cols, mask=cols < extent, other=-float("inf")).to(tl.float32) * scale
+    log2_p = y - tl.load(lse + slot, mask=used, other=0.0) * _LOG2E
     p = tl.exp2(log2_p)
-    g = tl.load(grad_log_probs + row) * inv_temperature
-    at = tl.load(targets + row) - offset
+    g = tl.load(grad_log_probs + slot, mask=used, other=0.0) * inv_temperature
+    at = tl.load(targets + slot, mask=used, other=-1) - offset
     # A target in padded columns of this shard would be another shard's id.
     out = tl.where((cols == at) & (cols < valid), g, 0.0) - p * g
     if ENTROPY:
-        h = tl.load(entropy + row)
-        gh = tl.load(grad_entropy + row) * inv_temperature
+        h = tl.load(entropy + slot, mask=used, other=0.0)
+        gh = tl.load(grad_entropy + slot, mask=used, other=0.0) * inv_temperature
         out -= gh * p * (tl.maximum(log2_p, _LOWEST) * _LN2 + h)
     tl.store(grad + row * grad_stride + cols, out.to(grad.dtype.element_ty), mask=cols < width)
 
@@ -149,6 +162,7 @@ def _slope(log_prob, old, advantage, low, high, dual_c, LOSS: tl.constexpr):
 def fused_kernel(
     logits,
     grad,
+    slots,
     targets,
     old,
     advantages,
@@ -169,31 +183,37 @@ def fused_kernel(
     LANES: tl.constexpr,
     LOSS: tl.constexpr,
     ON_POLICY: tl.constexpr,
+    PICKED: tl.constexpr,
 ):
-    """Persistent: program p takes rows p, p + programs, ... `grad` may be `logits` itself."""
+    """Persistent: program p takes logit rows p, p + programs, ... `grad` may be `logits` itself."""
     row = tl.program_id(0).to(tl.int64)
     while row < rows:
         base = logits + row * stride
+        slot = tl.load(slots + row) if PICKED else row
+        used = slot >= 0
         # Scalars first: their latency hides behind the pass over the row.
-        at = tl.load(targets + row)
+        at = tl.load(targets + slot, mask=used, other=0)
         picked = tl.load(base + at).to(tl.float32)
-        weight = tl.load(weights + row)
-        advantage = tl.load(advantages + row)
-        before = tl.load(old + row)
+        weight = tl.load(weights + slot, mask=used, other=0.0)
+        advantage = tl.load(advantages + slot, mask=used, other=0.0)
+        before = tl.load(old + slot, mask=used, other=0.0)
+        # A row without a target is not read: its gradient is written as zeros below.
+        extent = valid if not PICKED else tl.where(used, valid, 0)
         m = tl.full([LANES], _LOWEST, tl.float32)
         s = tl.zeros([LANES], tl.float32)
         w = tl.zeros([LANES], tl.float32)
-        for start in range(0, valid, DEPTH * LANES):
-            m, s, w = _accumulate(base, start, valid, scale, m, s, w, DEPTH, LANES, False, True)
+        for start in range(0, extent, DEPTH * LANES):
+            m, s, w = _accumulate(base, start, extent, scale, m, s, w, DEPTH, LANES, False, True)
         top = tl.max(m, axis=0)
-        lse2 = top + tl.log2(tl.sum(s * tl.exp2(m - top), axis=0))
+        # The sum is at least 1 (the largest term); the bound only serves rows that were not read.
+        lse2 = top + tl.log2(tl.maximum(tl.sum(s * tl.exp2(m - top), axis=0), 1.0))
         log_prob = (picked * scale - lse2) * _LN2
         if ON_POLICY:
             before = log_prob
         loss, slope = _slope(log_prob, before, advantage, low, high, dual_c, LOSS)
         active = weight != 0
-        tl.store(out_loss + row, tl.where(active, loss * weight, 0.0))
-        tl.store(out_log_prob + row, log_prob)
+        tl.store(out_loss + slot, tl.where(active, loss * weight, 0.0), mask=used)
+        tl.store(out_log_prob + slot, log_prob, mask=used)
         g = tl.where(active, slope * weight, 0.0) * inv_temperature
         # -g·p_j = sign·2^(y_j - shift): the slope's size goes into the exponent; a slope of 0 gives 2^-inf.
         sign = tl.where(g > 0, -1.0, 1.0)
@@ -204,7 +224,7 @@ def fused_kernel(
         for i in range(0, tiles):
             start = (tiles - 1 - i) * (DEPTH * LANES)
             cols = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-            y = tl.load(base + cols, mask=cols < valid, other=-float("inf"), eviction_policy="evict_first")
+            y = tl.load(base + cols, mask=cols < extent, other=-float("inf"), eviction_policy="evict_first")
             out = tl.exp2(y.to(tl.float32) * scale - shift) * sign
             if (at >= start) & (at < start + DEPTH * LANES):
                 out += tl.where(cols == at, g, 0.0)

@@ -7,7 +7,7 @@ import torch
 
 from ci.declare import register_cuda_ci
 from miles.algos.logprobs import vocab_parallel_scores
-from miles.kernels.logprobs import PolicyTerm, fused_policy_loss
+from miles.kernels.logprobs import PolicyTerm, fused_policy_loss, scale_
 from miles.kernels.logprobs.reference import reference_fused_policy_loss
 
 register_cuda_ci(est_time=40, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
@@ -47,6 +47,34 @@ def test_log_probs_entropy_and_gradient_equal_float64(shape, dtype):
     assert not ours[:, vocab:].any()
 
 
+@pytest.mark.parametrize("width", [1000, 151_936])
+def test_rows_picked_inside_equal_rows_picked_before(width):
+    logits, targets, vocab, g, h = problem((65, width), torch.bfloat16)
+    rows = torch.randperm(65, device="cuda")[:40]
+    targets, g, h = targets[:40], g[:40], h[:40]
+    before = vocab_parallel_scores(logits[rows], targets, vocab_size=vocab, entropy="gradient")
+    (expected,) = torch.autograd.grad((before[0] * g).sum() + (before[1] * h).sum(), logits)
+    inside = vocab_parallel_scores(logits, targets, rows=rows, vocab_size=vocab, entropy="gradient")
+    (grad,) = torch.autograd.grad((inside[0] * g).sum() + (inside[1] * h).sum(), logits)
+    assert torch.equal(inside[0], before[0])
+    assert torch.equal(grad, expected)
+    term = PolicyTerm(g, torch.full_like(g, 0.025), before[0].detach() + 0.1 * h)
+    reference = fused_policy_loss(logits.detach()[rows], targets, term, valid=vocab)
+    for inplace in (False, True):
+        found = fused_policy_loss(logits.detach().clone(), targets, term, rows=rows, valid=vocab, inplace=inplace)
+        assert torch.equal(found[0], reference[0])
+        assert torch.equal(found[2][rows], reference[2])
+        rest = torch.ones(65, dtype=torch.bool, device="cuda").index_fill(0, rows, False)
+        assert not found[2][rest].any()
+
+
+def test_the_gradient_is_scaled_only_by_factors_other_than_one():
+    values = torch.randn(1000, 1003, device="cuda").bfloat16()
+    kept = values.clone()
+    assert torch.equal(scale_(kept, torch.ones(1, device="cuda")), values)
+    torch.testing.assert_close(scale_(kept, torch.full((1,), 2.5, device="cuda")), values * 2.5)
+
+
 def test_extra_memory_is_the_gradient_plus_64_mib():
     rows, vocab = 4096, 151_936
     logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -70,7 +98,9 @@ def test_the_fused_loss_equals_the_reference(loss, shape):
     weights = torch.full((shape[0],), 1.0 / shape[0], device="cuda")
     weights[3] = 0.0
     term = PolicyTerm(advantages, weights, log_probs + 0.2 * spread, loss=loss)
-    expected = reference_fused_policy_loss(logits, targets, term, valid=vocab, temperature=1.0, chunk_rows=64)
+    expected = reference_fused_policy_loss(
+        logits, targets, term, rows=None, valid=vocab, temperature=1.0, chunk_rows=64
+    )
     buffer = logits.clone()
     actual = fused_policy_loss(buffer, targets, term, valid=vocab, inplace=True)
     assert actual[2].data_ptr() == buffer.data_ptr()

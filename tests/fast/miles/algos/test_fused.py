@@ -106,3 +106,18 @@ def test_the_backward_runs_once(make_samples):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="its backward can run once"):
         loss.backward()
+
+
+def test_rows_inside_the_pass_equal_rows_picked_before(make_samples):
+    logits, batch = problem(make_samples, AlgoConfig())
+    everything = torch.randn(2 * len(logits) + 1, WIDTH)
+    rows = torch.arange(len(logits)) * 2 + 1
+    everything[rows] = logits.detach()
+    everything.requires_grad_(True)
+    expected, _ = fused_objective(logits, batch, AlgoConfig(), vocab_size=VOCAB)
+    (expected_grad,) = torch.autograd.grad(expected, logits)
+    loss, _ = fused_objective(everything, batch, AlgoConfig(), vocab_size=VOCAB, rows=rows)
+    (grad,) = torch.autograd.grad(loss, everything)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grad[rows], expected_grad)
+    assert not grad[::2].any()

@@ -142,3 +142,15 @@ def test_tensor_parallel_shards_equal_one_device(gloo_ranks, vocab):
         torch.testing.assert_close(log_probs, expected[0].detach(), rtol=1e-6, atol=5e-6)
         torch.testing.assert_close(entropy, expected[1].detach(), rtol=1e-6, atol=5e-6)
     torch.testing.assert_close(torch.cat([p[2] for p in parts], dim=1), expected_grad, rtol=1e-5, atol=5e-6)
+
+
+def test_rows_inside_the_pass_equal_rows_picked_before():
+    logits, targets, g, h = problem(12)
+    rows = torch.tensor([3, 0, 11, 7])
+    targets, g, h = targets[:4], g[:4], h[:4]
+    picked = vocab_parallel_scores(logits[rows], targets, vocab_size=35, entropy="gradient")
+    (expected,) = torch.autograd.grad((picked[0] * g).sum() + (picked[1] * h).sum(), logits)
+    scores = vocab_parallel_scores(logits, targets, rows=rows, vocab_size=35, entropy="gradient", chunk_rows=3)
+    (grad,) = torch.autograd.grad((scores[0] * g).sum() + (scores[1] * h).sum(), logits)
+    torch.testing.assert_close(scores[0], picked[0])
+    torch.testing.assert_close(grad, expected)

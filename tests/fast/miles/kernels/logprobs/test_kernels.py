@@ -138,3 +138,32 @@ def test_scaling_by_one_touches_nothing_and_other_factors_scale(triton):
     kept = values.clone()
     assert torch.equal(scale_(kept, torch.tensor([1.0]), triton=triton), values)
     torch.testing.assert_close(scale_(values, torch.tensor([2.5]), triton=triton), expected)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_picking_rows_inside_equals_picking_them_before(triton, dtype):
+    logits, targets, g, h = problem(dtype, rows=6)
+    targets = targets[:4] % 1090
+    rows = torch.tensor([4, 0, 5, 2])
+    options = {"valid": 1090, "temperature": 0.8}
+    expected = row_stats(logits[rows], targets, with_entropy=True, **options)
+    run = {**options, "rows": rows, "triton": triton, "tuning": SMALL}
+    actual = row_stats(logits, targets, with_entropy=True, **run)
+    torch.testing.assert_close(actual.total, expected.total, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual.target, expected.target, rtol=1e-6, atol=1e-6)
+    lse = expected.maximum + expected.total.log()
+    entropy = {"entropy": lse - expected.weighted / expected.total, "grad_entropy": h[:4]}
+    picked = logits_gradient(logits[rows], targets, lse, g[:4], **entropy, **options)
+    gradient = logits_gradient(logits, targets, lse, g[:4], **entropy, **run)
+    tolerance = {"rtol": 1e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-5}
+    torch.testing.assert_close(gradient[rows], picked, **tolerance)
+    assert not gradient[[1, 3]].any()
+    term = PolicyTerm(g[:4], torch.full((4,), 0.25), (expected.target - lse) + 0.1 * h[:4])
+    losses, log_probs, grad = fused_policy_loss(logits[rows], targets, term, **options)
+    for inplace in (False, True):
+        found = fused_policy_loss(logits.clone(), targets, term, inplace=inplace, **run)
+        torch.testing.assert_close(found[0], losses, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[1], log_probs, rtol=1e-5, atol=5e-6)
+        torch.testing.assert_close(found[2][rows], grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
+        assert not found[2][[1, 3]].any()
