@@ -60,9 +60,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, name: str) -> tuple:
+    from ci.bot.oci import Registry
     from ci.fleet import Fleet
     from ci.workflows import images
-    from ci.bot.oci import Registry
 
     made = images.recipe(Fleet.load(args.root / "registry.yaml", shown_as="registry.yaml"), args.root, name)
     registry = Registry(os.environ.get("GITHUB_TOKEN", ""))
