@@ -67,6 +67,18 @@ def train(
 
 
 @app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a recorded step, e.g. runs/NAME/replay/step_3")],
+    mode: Annotated[str, typer.Option(help="bit: identical bits; close: loss and gradient norm agree")] = "bit",
+    rank: Annotated[int | None, typer.Option(help="report one rank only")] = None,
+) -> None:
+    """Run one recorded optimizer step again and compare it with what was recorded."""
+    from miles.orchestrate.replay import replay as run
+
+    run(folder, mode=mode, rank=rank, console=Console())
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine has, what will run on it, and why the rest will not."""
     from miles.orchestrate.doctor import report

@@ -10,14 +10,24 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
 
     from miles.data.batch import RankBatch
     from miles.recipe import Recipe
+    from miles.train.replay import ReplayReport
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Where a step is recorded."""
+
+    folder: Path
+    step: int
 
 
 class TrainWorker:
@@ -66,14 +76,22 @@ class TrainWorker:
         gc.collect()
         gc.freeze()
 
-    def advance(self, batch: RankBatch, version: int) -> dict[str, Any]:
+    def advance(self, batch: RankBatch, version: int, bundle: Bundle | None = None) -> dict[str, Any]:
         """One optimizer step, then the new weights to every engine as `version`; collective.
 
-        A step that changed nothing (`train/step_skipped`) sends nothing. Returns the step's metrics with
-        `time/train` and `time/sync`, and the engines' states (on the sending rank).
+        A step that changed nothing (`train/step_skipped`) sends nothing. With `bundle`, the step is recorded for
+        `miles replay`. Returns the step's metrics with `time/train` and `time/sync`, and the engines' states (on the
+        sending rank).
         """
         start = time.perf_counter()
-        metrics = self._backend.step(batch)
+        if bundle is None:
+            metrics = self._backend.step(batch)
+        else:
+            from miles.train.replay import record_step
+
+            metrics = record_step(
+                self._backend, batch, bundle.folder, step=bundle.step, manifest=self._manifest(version - 1)
+            )
         trained = time.perf_counter()
         engines = None if metrics["train/step_skipped"] else self.push(version)
         metrics |= {"time/train": trained - start, "time/sync": time.perf_counter() - trained}
@@ -82,6 +100,27 @@ class TrainWorker:
     def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
         """Log-probs of each sample's response under the current weights; collective."""
         return self._backend.logprobs(batch)
+
+    def values(self, batch: RankBatch) -> list[np.ndarray]:
+        """The critic's values before each response token; collective."""
+        return self._backend.values(batch)
+
+    def replay(self, address: str, port: int, folder: Path, mode: Literal["bit", "close"]) -> ReplayReport:
+        """Join a fresh mesh and run the recorded step of `folder` again; collective."""
+        from miles.orchestrate.backends import build_backend
+        from miles.train.replay import replay_step
+
+        self._backend = build_backend(self._recipe, self._model_dir, rank=self._rank, address=address, port=port)
+        self._backend.init()
+        return replay_step(folder, self._backend, mode=mode)
+
+    def _manifest(self, version: int) -> dict[str, Any]:
+        return {
+            "recipe": self._recipe.model_dump(mode="json"),
+            "model_dir": str(self._model_dir),
+            "seed": self._recipe.seed,
+            "weight_version": version,
+        }
 
     def push(self, version: int) -> dict[str, str] | None:
         """Send the current weights to every engine as `version`; collective. Engine URL -> state, on the sending rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,12 @@ class Fleet:
         """Call every trainer rank with the same arguments; results by rank."""
         return await self.on_workers(method, [arguments] * len(self.workers))
 
-    async def on_workers(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call every trainer rank with its own arguments; the first failure ends the wait for all."""
-        calls = [getattr(w, method).remote(*given) for w, given in zip(self.workers, arguments, strict=True)]
+    async def on_workers(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Call trainer ranks (default: all) with their own arguments; the first failure ends the wait for all."""
+        workers = self.workers if ranks is None else [self.workers[rank] for rank in ranks]
+        calls = [getattr(worker, method).remote(*given) for worker, given in zip(workers, arguments, strict=True)]
         return await self._gather("trainer", method, calls)
 
     async def on_engines(self, method: str) -> list[Any]:
@@ -76,19 +79,10 @@ async def _result(call: Any, what: str) -> Any:
 @contextlib.asynccontextmanager
 async def running_fleet(recipe: Recipe, model_dir: Path, checkpoints: Path, logs: Path) -> AsyncIterator[Fleet]:
     """Start engines and trainer ranks side by side, load or resume, connect the weight sync; stop them at the end."""
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
     world, count = recipe.train.parallel.world_size, recipe.engine.count
-    group = ray.util.placement_group([{"CPU": 1}] * (world + count), strategy="PACK")
-
-    def place(actor: type, bundle: int) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        # A dead actor is not restarted behind the loop's back: its state would be of another step.
-        return ray.remote(actor).options(num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy=strategy)
-
-    workers = [place(TrainWorker, rank).remote(recipe, model_dir, rank) for rank in range(world)]
+    place = _placement(world + count)
     engines = [place(EngineActor, world + index).remote(recipe, model_dir, index, logs) for index in range(count)]
+    workers = [place(TrainWorker, rank).remote(recipe, model_dir, rank) for rank in range(world)]
     fleet = Fleet(recipe.run.timeout_s, workers, engines)
     try:
         await _start(fleet, checkpoints)
@@ -97,9 +91,38 @@ async def running_fleet(recipe: Recipe, model_dir: Path, checkpoints: Path, logs
         await _stop(fleet)
 
 
+@contextlib.asynccontextmanager
+async def running_trainers(recipe: Recipe, model_dir: Path) -> AsyncIterator[Fleet]:
+    """Trainer ranks alone, nothing loaded."""
+    world = recipe.train.parallel.world_size
+    place = _placement(world)
+    fleet = Fleet(
+        recipe.run.timeout_s, [place(TrainWorker, rank).remote(recipe, model_dir, rank) for rank in range(world)], []
+    )
+    try:
+        yield fleet
+    finally:
+        await _stop(fleet)
+
+
+def _placement(bundles: int) -> Callable[[type, int], Any]:
+    """A placement group of one-CPU bundles; the result makes an actor class bound to one of them."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = ray.util.placement_group([{"CPU": 1}] * bundles, strategy="PACK")
+
+    def place(actor: type, bundle: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        # A dead actor is not restarted behind the loop's back: its state would be of another step.
+        return ray.remote(actor).options(num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy=strategy)
+
+    return place
+
+
 async def _start(fleet: Fleet, checkpoints: Path) -> None:
     async def trainers() -> list[dict[str, Any]]:
-        address, port = await _result(fleet.workers[0].offer_port.remote(), "trainer 0: offer_port")
+        address, port = (await fleet.on_workers("offer_port", [()], ranks=[0]))[0]
         return await fleet.on_all_workers("start", address, port, checkpoints)
 
     states, engines = await asyncio.gather(trainers(), fleet.on_engines("ready"))

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from miles.algos.estimate import prepare_steps
+from miles.algos.estimate import gather_scores, prepare_scoring, prepare_steps
 from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig
+from miles.orchestrate.actors import Bundle
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.fleet import Fleet
 from miles.orchestrate.rollout_source import RolloutSource
@@ -55,7 +56,7 @@ class TrainingLoop:
         start = time.perf_counter()
         batch = await self.source.collect(step)
         generated = time.perf_counter()
-        metrics = await self.train(batch.samples)
+        metrics = await self.train(step, batch.samples)
         end = time.perf_counter()
         tokens = sum(sample.response_length for sample in batch.samples)
         return {
@@ -68,21 +69,24 @@ class TrainingLoop:
             "time/step": end - start,
         }
 
-    async def train(self, samples: list[Sample]) -> dict[str, float]:
+    async def train(self, step: int, samples: list[Sample]) -> dict[str, float]:
         """Advantages and schedule here, then the optimizer step and the weight sync on every rank."""
         recipe = self.recipe
+        if recipe.algo.needs_values:
+            await self.add_values(samples)
         prepared = prepare_steps(
             samples,
             recipe.algo,
             self.schedule(),
             pad_id=self.pad_id,
-            pad_multiple=recipe.train.parallel.tp if recipe.train.parallel.sp else 1,
+            pad_multiple=self.pad_multiple,
             use_support=recipe.rollout.needs_sampling_mask and recipe.algo.support_log_probs == "auto",
         )
         if len(prepared.steps) != 1:
             raise RunError(f"{len(prepared.steps)} optimizer steps were prepared for one rollout; expected 1")
         batch, version = prepared.steps[0], self.version + 1
-        arguments = [(batch.for_rank(dp_rank), version) for dp_rank in self.fleet.dp_ranks]
+        bundle = Bundle(self.folder.replay, step) if step in recipe.run.replay_steps else None
+        arguments = [(batch.for_rank(dp_rank), version, bundle) for dp_rank in self.fleet.dp_ranks]
         result = (await self.fleet.on_workers("advance", arguments))[0]
         if result["metrics"]["train/step_skipped"]:
             await self.source.skipped()
@@ -91,6 +95,21 @@ class TrainingLoop:
             self.version = version
             await self.source.advance(version)
         return {**prepared.metrics, **batch.metrics, **result["metrics"]}
+
+    async def add_values(self, samples: list[Sample]) -> None:
+        """The critic's value before each response token, written into the samples."""
+        batch = prepare_scoring(samples, self.schedule(), pad_id=self.pad_id, pad_multiple=self.pad_multiple)
+        arguments = [(batch.for_rank(dp_rank),) for dp_rank in self.fleet.dp_ranks]
+        results = dict(zip(self.fleet.dp_ranks, await self.fleet.on_workers("values", arguments), strict=True))
+        by_rank = [results[dp_rank] for dp_rank in range(len(batch.ranks))]
+        for sample, values in zip(samples, gather_scores(batch, by_rank, len(samples)), strict=True):
+            sample.values = values
+
+    @property
+    def pad_multiple(self) -> int:
+        """Sequence parallelism cuts rows over the tensor-parallel ranks."""
+        parallel = self.recipe.train.parallel
+        return parallel.tp if parallel.sp else 1
 
     def schedule(self) -> ScheduleConfig:
         """The data-parallel schedule's settings for this mesh."""

@@ -4,7 +4,8 @@
       recipe.json       resolved recipe and its digest      checkpoints/   iter_<n>, see miles.train.checkpoint
       metrics.jsonl     one object a step                   model/         the model the run starts from, if created
       tensorboard/      event files                         hf_model/      exported model of the finished run
-      logs/             engine and worker messages          reward.png, reward.html, result.json (written last)
+      replay/           steps recorded for `miles replay`   logs/          engine messages
+      reward.png, reward.html, result.json (written last)
 
 Overrides change the digest; a run with overrides lives in `<name>-<digest>`, so the same command finds it again.
 """
@@ -44,6 +45,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def replay(self) -> Path:
+        return self.path / "replay"
 
     @property
     def created_model(self) -> Path:

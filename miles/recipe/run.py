@@ -18,6 +18,8 @@ class RunConfig(StrictModel):
     evaluate_prompts: int = Field(default=64, ge=0)
     # Folder that holds run folders; the environment variable MILES_RUNS_DIR is used when this is not set.
     directory: str | None = None
+    # Steps (0-based) that are recorded for `miles replay`; each costs a checkpoint.
+    replay_steps: tuple[int, ...] = ()
     tensorboard: bool = True
     # Bound of every wait on an actor, in seconds; also covers the start.
     timeout_s: float = Field(default=600.0, gt=0)
