@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from miles.train.config import OptimizerConfig
+from miles.train.convert import MOMENTS
 from miles.train.megatron.build import ModelChunk
 from miles.train.megatron.mesh import Mesh
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from miles.models.weightmap import BoundMap
 from miles.train import checkpoint
 from miles.train.checkpoint import FileRecord, Manifest
+from miles.train.convert import MOMENTS, ModelShards
 from miles.train.errors import CheckpointError
 from miles.train.megatron import rng
 from miles.train.megatron.mesh import Mesh
-from miles.train.megatron.optimizer import MOMENTS, MasterAdamW
+from miles.train.megatron.optimizer import MasterAdamW
 from miles.train.megatron.trained import TrainedModel
 from miles.train.megatron.weights import cut_of, is_replicated, owns, untied
 
@@ -85,44 +86,19 @@ def _together(mesh: Mesh, folder: Path, work: Any) -> list[Any]:
     return [value for value, _ in outcomes]
 
 
-class ShardReader:
-    """Hugging Face view of one model (`label`) in a checkpoint's files, whatever mesh wrote them."""
-
-    def __init__(self, path: Path, manifest: Manifest, label: str, bound: BoundMap) -> None:
-        from safetensors import safe_open
-
-        self.path = path
-        self.label = label
-        self.bound = bound
-        self.manifest = manifest
-        self._files = {record.name: safe_open(path / record.name, framework="pt") for record in manifest.files}
-        self._where: dict[str, list[tuple[int, str]]] = {}
-        for record in manifest.files:
-            for key in list(self._files[record.name].keys()):
-                kind, _, name = key.partition("/")
-                if not kind.startswith(label + "."):
-                    continue
-                expert = bound.entry(name).rule.per_expert
-                cut = int(record.metadata["expert_tp_rank" if expert else "tp_rank"])
-                self._where.setdefault(key, []).append((cut, record.name))
-        self._cache: tuple[str, dict[str, torch.Tensor]] = ("", {})
+class ShardReader(ModelShards):
+    """This rank's view of one model in a checkpoint's files."""
 
     def local(self, kind: str, name: str, shape: Sequence[int], mesh: Mesh) -> torch.Tensor:
         """This rank's part of one parameter's `kind` (model, exp_avg, exp_avg_sq)."""
         entry = self.bound.entry(untied(name, self.bound))
-        key = f"{self.label}.{kind}/{entry.mcore}"
-        if key not in self._where:
-            raise CheckpointError(f"{self.path}: the {self.label}'s {kind} of {entry.mcore} is in none of its files")
+        parts = self.parts(kind, entry.mcore)
         rank, parallel = cut_of(entry, mesh)
-        places = sorted(self._where[key])
-        if len(places) == parallel or is_replicated(entry.mcore, self.bound):
-            found = self._files[places[0 if len(places) == 1 else rank][1]].get_tensor(key)
-            if tuple(found.shape) == tuple(shape):
-                return found
-        if self._cache[0] != key:
-            parts = [self._files[file].get_tensor(key) for _, file in places]
-            self._cache = (key, dict(entry.to_hf(parts)))
-        full = self._cache[1]
+        if len(parts) == parallel or is_replicated(entry.mcore, self.bound):
+            mine = parts[0 if len(parts) == 1 else rank]
+            if tuple(mine.shape) == tuple(shape):
+                return mine
+        full = dict(entry.to_hf(parts))
 
         def read(hf: str, axis: int | None, start: int, stop: int) -> torch.Tensor:
             return full[hf] if axis is None else full[hf].narrow(axis, start, stop - start)
@@ -130,11 +106,13 @@ class ShardReader:
         return entry.to_local(read, local=tuple(shape), rank=rank, parallel=parallel)
 
     def restore_rng(self, mesh: Mesh) -> bool:
-        """Restore this rank's random state when the checkpoint has as many ranks; else report False."""
+        """Restore this rank's random state when the checkpoint has one for each rank; else report False."""
         if len(self.manifest.files) != mesh.layout.world_size:
             return False
         record = self.manifest.files[mesh.layout.rank]
-        file = self._files[record.name]
+        if "rng" not in record.metadata:
+            return False
+        file = self.files[record.name]
         keys = [key for key in list(file.keys()) if key.startswith("rng/")]
         rng.restore({key: file.get_tensor(key) for key in keys}, record.metadata["rng"])
         return True
