@@ -23,6 +23,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         for end in range(len(key), 0, -1):
             if key[:end] in origin:
                 return origin[key[:end]]
+        below = [text for path, text in origin.items() if path[: len(key)] == key]
+        if below and key not in document.positions and (base is None or key not in base.positions):
+            return below[-1]
         if base is not None and key not in document.positions and key in base.positions:
             return base.locate(key)
         return document.locate(key)
