@@ -14,6 +14,7 @@ from ci.bot.prose import prose_lines
 from ci.errors import edit_distance
 
 MAX_COMMANDS = 5
+MAX_PATH = 250
 PATH = re.compile(r"tests/(fast|fast-gpu|e2e|rocm)(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*/test_[A-Za-z0-9_][A-Za-z0-9_.-]*\.py")
 NODE = re.compile(r"[A-Za-z0-9_\[\].:-]{1,200}")
 SUITE = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
@@ -119,8 +120,10 @@ def _rerun_test(rest: list[str], line: int, usage: str) -> Command | Problem:
 
 def check_target(file: str, node: str | None) -> str | None:
     """What is wrong with a test path and node, or None. Used by the gateway and again by the run."""
-    if not PATH.fullmatch(file):
-        return "the file must match `tests/(fast|fast-gpu|e2e|rocm)/…/test_*.py`"
+    if len(file) > MAX_PATH or not PATH.fullmatch(file):
+        return (
+            f"the file must match `tests/(fast|fast-gpu|e2e|rocm)/…/test_*.py` and have at most {MAX_PATH} characters"
+        )
     if node is not None and not NODE.fullmatch(node):
         return "the node may hold letters, digits and `_ [ ] . : -`, at most 200"
     return None
