@@ -1,0 +1,129 @@
+"""Every rule has a recipe that passes it and one that it stops; a rule that nobody can trigger fails here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles.config import ConfigError
+from miles.recipe.rules import RULES, Facts, Finding, check, check_or_raise, facts_of
+from miles.recipe.schema import Recipe
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+VALIDATED = {"status": "validated", "hardware": "2 CPU cores", "date": "2026-01-01"}
+
+
+def recipe(**sections: Any) -> Recipe:
+    return Recipe.model_validate_json(json.dumps({"name": "r", "evidence": VALIDATED, **sections}))
+
+
+def facts(**changes: Any) -> Facts:
+    return Facts({**QWEN3, **changes}, "model/config.json")
+
+
+# id -> (passing, failing); each is a recipe and the facts about its model.
+FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
+    "FAMILY": ((recipe(), facts()), (recipe(model={"family": "qwen3_moe"}), facts())),
+    "PARALLEL": (
+        (recipe(train={"parallel": {"tp": 2}}), facts()),
+        (recipe(train={"parallel": {"tp": 3}}), facts()),
+    ),
+    "SEQ-FIT": (
+        (recipe(rollout={"max_new_tokens": 63}), facts()),
+        (recipe(rollout={"max_new_tokens": 64}), facts()),
+    ),
+    "DEVICES": (
+        (recipe(train={"device": "cuda"}, placement={"gpus_per_node": 1}), facts()),
+        (recipe(train={"device": "cuda", "parallel": {"dp": 2}}, placement={"gpus_per_node": 1}), facts()),
+    ),
+    "REFERENCE": (
+        (recipe(), facts()),
+        (recipe(algo={"kl": {"where": "loss", "estimator": "k3", "coef": 0.1}}), facts()),
+    ),
+    "ROLLOUT-MODE": (
+        (recipe(rollout={"max_staleness": 1}, algo={"correction": {"bypass": True}}), facts()),
+        (recipe(rollout={"max_staleness": 1}), facts()),
+    ),
+    "EVIDENCE": ((recipe(), facts()), (recipe(evidence={"status": "bring-up"}), facts())),
+}
+
+
+def findings(rule_id: str, case: tuple[Recipe, Facts]) -> list[Finding]:
+    (rule,) = (rule for rule in RULES if rule.id == rule_id)
+    return list(rule.check(*case))
+
+
+def test_every_rule_has_fixtures_and_every_fixture_a_rule() -> None:
+    assert sorted(FIXTURES) == sorted(rule.id for rule in RULES)
+    assert len({rule.id for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("rule_id", FIXTURES)
+def test_rule_is_silent_on_its_passing_fixture(rule_id: str) -> None:
+    assert findings(rule_id, FIXTURES[rule_id][0]) == []
+
+
+@pytest.mark.parametrize("rule_id", FIXTURES)
+def test_rule_stops_its_failing_fixture_with_a_fix(rule_id: str) -> None:
+    found = findings(rule_id, FIXTURES[rule_id][1])
+    assert found
+    for finding in found:
+        assert finding.rule == rule_id
+        assert finding.message
+        assert finding.fix
+        assert str(finding).startswith(f"[{rule_id}] ")
+
+
+def test_teacher_and_foreign_engine_are_refused_by_name() -> None:
+    (teacher,) = findings("REFERENCE", (recipe(algo={"opd_coef": 0.5}), facts()))
+    assert "algo.opd_coef" in teacher.message
+    (engine,) = findings("ROLLOUT-MODE", (recipe(engine={"engine": "sglang"}), facts()))
+    assert engine.fix == "use engine.engine=embedded"
+
+
+def test_parallel_error_lists_every_size_that_does_not_divide() -> None:
+    (finding,) = findings("PARALLEL", (recipe(train={"parallel": {"tp": 3, "pp": 5}}), facts()))
+    for said in ("tp=3 does not divide the model's 4 attention heads", "2 key/value groups", "pp=5 does not divide"):
+        assert said in finding.message
+
+
+def test_errors_come_before_warnings_and_all_are_shown_at_once(tmp_path: Path) -> None:
+    broken = recipe(rollout={"max_new_tokens": 600}, train={"parallel": {"tp": 3}}, evidence={"status": "untested"})
+    found = check(broken, facts_of(broken))
+    assert [finding.rule for finding in found] == ["PARALLEL", "SEQ-FIT", "EVIDENCE"]
+    assert [finding.severity for finding in found] == ["error", "error", "warning"]
+    with pytest.raises(ConfigError) as raised:
+        check_or_raise(broken)
+    assert str(raised.value).count("\n[") == 1
+    assert "EVIDENCE" not in str(raised.value)
+
+
+def test_facts_come_from_the_folder_when_there_is_one_and_from_the_shape_otherwise(tmp_path: Path) -> None:
+    made = facts_of(recipe())
+    assert made.where == "model.create"
+    assert made.hf_config["vocab_size"] == 13  # ten digits, "=", padding and end
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    read = facts_of(recipe(model={"path": str(tmp_path)}))
+    assert read == replace(facts(), where=str(tmp_path / "config.json"))
+    with pytest.raises(ConfigError, match="model folder does not exist"):
+        facts_of(recipe(model={"path": str(tmp_path / "absent")}))
