@@ -44,13 +44,14 @@ def support_log_probs(
     Deterministic: rows are reduced in order, and the backward writes each unique (row, id) once.
     """
     check_temperature(temperature)
-    target_check(targets, vocab_size)()
+    refuse_outside = target_check(targets, vocab_size)
     n = len(logits)
     if len(offsets) != n + 1:
         raise ValueError(f"support: {len(offsets) - 1} rows for {n} logit rows; pass the masks of these tokens")
     counts = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(n, device=logits.device), counts, output_size=len(ids))
     log_probs, lse = _Support.apply(logits, targets, ids, rows, offsets, group, temperature)
+    refuse_outside()
     return SupportScores(log_probs, lse)
 
 

@@ -193,7 +193,8 @@ def fused_kernel(
         used = slot >= 0
         # Scalars first: their latency hides behind the pass over the row.
         at = tl.load(targets + slot, mask=used, other=0)
-        picked = tl.load(base + at).to(tl.float32)
+        # An id outside the vocabulary is reported by the caller, after this launch: never read there.
+        picked = tl.load(base + at, mask=(at >= 0) & (at < valid), other=0.0).to(tl.float32)
         weight = tl.load(weights + slot, mask=used, other=0.0)
         advantage = tl.load(advantages + slot, mask=used, other=0.0)
         before = tl.load(old + slot, mask=used, other=0.0)
