@@ -23,7 +23,8 @@ MAX_BYTES = 1_000_000
 MAX_DIGITS = 30
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)([eE][-+]?[0-9]+)?\Z")
-_NOT_BOOLEANS = frozenset({"yes", "no", "on", "off", "y", "n"})
+# `on` and `off` are words of some options (`sync.checksum: off`); a boolean key refuses them by its type.
+_NOT_BOOLEANS = frozenset({"yes", "no", "y", "n"})
 
 
 @dataclass(frozen=True)
