@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -175,6 +176,12 @@ def publish_folder(temporary: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The operating system's error inside one of the safetensors library's, which hides it in its text."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
+
+
 class FolderWriter:
     """`with FolderWriter(target) as folder:` fills a temporary folder and publishes it whole, or removes it."""
 
@@ -200,8 +207,9 @@ class FolderWriter:
                 raise storage_error(self.target, failure) from failure
             return
         shutil.rmtree(self.temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise storage_error(self.target, error) from error
+        failure = error if isinstance(error, OSError) else _system_error(error)
+        if failure is not None:
+            raise storage_error(self.target, failure) from error
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -153,13 +153,23 @@ class EngineActor:
         from miles.orchestrate.backends import start_engine
 
         self._config = recipe.engine
-        self._starting = start_engine(recipe.engine, model_dir, log_path=logs / f"engine-{index}.log")
+        self._starting: Any = None
         self._handle: Any = None
+        self._failure: Exception | None = None
+        try:
+            self._starting = start_engine(recipe.engine, model_dir, log_path=logs / f"engine-{index}.log")
+        except Exception as error:
+            # Ray reports what a constructor raises as a dead actor, without the error's class: `ready` raises it.
+            self._failure = error
 
     def ready(self) -> dict[str, Any]:
         """Wait until the engine listens; its URL and process id."""
+        if self._failure is not None:
+            raise self._failure
         self._handle = self._starting.wait_ready(self._config.start_timeout_s)
         return {"url": self._handle.url, "pid": self._handle.pid}
 
     def kill(self) -> None:
-        (self._handle or self._starting).kill()
+        engine = self._handle or self._starting
+        if engine is not None:
+            engine.kill()

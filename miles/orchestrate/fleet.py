@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from miles.config.errors import MilesError
+from miles.config.files import storage_error
 from miles.orchestrate.actors import EngineActor, TrainWorker
 from miles.orchestrate.errors import RunError
 from miles.recipe import Recipe
 
 STOP_WAIT_S = 5.0
+# A full or read-only disk is the user's to mend, wherever it was met.
+STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 RESUME_HINT = "what was saved is kept: run the same command again to resume"
 
 
@@ -70,6 +74,8 @@ async def _result(call: Any, what: str) -> Any:
         cause = error.cause
         if isinstance(cause, MilesError):
             raise cause from None
+        if isinstance(cause, OSError) and cause.errno in STORAGE_ERRNOS:
+            raise storage_error(Path(cause.filename or what), cause) from None
         raise RunError(f"{what} failed: {error}") from None
     except ray.exceptions.RayActorError as error:
         reason = str(error).strip().splitlines()[0]

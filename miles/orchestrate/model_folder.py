@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from miles.config import ConfigError
+from miles.config.files import storage_error
 from miles.data.tasks import build_task
 from miles.data.tokenizer import build_char_tokenizer
 from miles.models.create import create_checkpoint
@@ -28,10 +29,12 @@ def prepare_model(recipe: Recipe, folder: RunFolder) -> Path:
         return path
     task = build_task(recipe.data, recipe.seed)
     tokenizer_dir = folder.path / ".tokenizer"
-    build_char_tokenizer(task.alphabet, tokenizer_dir)
     try:
+        build_char_tokenizer(task.alphabet, tokenizer_dir)
         return create_checkpoint(
             path, family=recipe.model.family, shape=recipe.model.create, tokenizer_dir=tokenizer_dir, seed=recipe.seed
         )
+    except OSError as error:
+        raise storage_error(path, error) from error
     finally:
         shutil.rmtree(tokenizer_dir, ignore_errors=True)

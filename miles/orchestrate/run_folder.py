@@ -30,6 +30,7 @@ from miles.recipe import Recipe, digest
 from miles.recipe.schema import canonical_json, differences
 
 SUFFIX_CHARS = 8
+PID_CHARS = 10
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def claimed(folder: RunFolder, recipe: Recipe, *, fresh: bool) -> Iterator[RunFo
         lock = _lock(folder.path)
         stack.callback(lock.close)
         if fresh:
-            _clear(folder.path)
+            _clear(folder)
         _record_recipe(folder, recipe)
         try:
             for path in (folder.logs, folder.checkpoints):
@@ -110,7 +111,8 @@ def claimed(folder: RunFolder, recipe: Recipe, *, fresh: bool) -> Iterator[RunFo
 def _lock(path: Path) -> Any:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("a+")
+        # Not opened for appending: the holder's number stands at the start.
+        lock = os.fdopen(os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
     except OSError as error:
         raise storage_error(path, error) from error
     try:
@@ -123,21 +125,30 @@ def _lock(path: Path) -> Any:
             f"{path}: a run with process id {holder} is using this folder; wait for it, or give this one a name: "
             "--set name=NAME"
         ) from None
-    lock.seek(0)
-    lock.truncate()
-    lock.write(str(os.getpid()))
-    lock.flush()
+    try:
+        os.pwrite(lock.fileno(), f"{os.getpid():<{PID_CHARS}}".encode(), 0)
+    except OSError as error:
+        lock.close()
+        raise storage_error(path, error) from error
     return lock
 
 
-def _clear(path: Path) -> None:
-    for entry in path.iterdir():
-        if entry.name == ".lock":
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+def _clear(folder: RunFolder) -> None:
+    """Remove an earlier run; a folder without one is left as it is (`_record_recipe` refuses it)."""
+    if not folder.recipe.exists():
+        return
+    # recipe.json goes last: what an interruption leaves is still known to be a run.
+    entries = sorted(folder.path.iterdir(), key=lambda entry: entry == folder.recipe)
+    try:
+        for entry in entries:
+            if entry.name == ".lock":
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise storage_error(folder.path, error) from error
 
 
 def _record_recipe(folder: RunFolder, recipe: Recipe) -> None:

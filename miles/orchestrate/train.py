@@ -27,6 +27,7 @@ from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.fleet import Fleet, running_fleet
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
+from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.rollout_source import BoundedStaleness, OnPolicy, open_source
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.recipe import Recipe, digest
@@ -48,6 +49,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     started = time.monotonic()
     # Rows are a few tokens long: handing them to a thread pool costs more than decoding them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    check_inputs(recipe)
     with claimed(locate(recipe, overrides), recipe, fresh=fresh) as folder:
         finished = folder.read_result()
         if finished is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from miles.config import ConfigError, MilesError
 
 
@@ -18,7 +21,8 @@ class EngineStartError(EngineError):
 
 
 class EngineModelError(EngineStartError, ConfigError):
-    """The model folder is missing, incomplete or of an unsupported kind. Exit code 2."""
+    """What the engine was given is wrong: a model folder that is missing, incomplete or of an unsupported kind, a
+    port that is taken. Exit code 2."""
 
 
 class EngineUnreachable(EngineError):
@@ -32,6 +36,10 @@ class EngineHttpError(EngineError):
         super().__init__(message)
         self.status = status
         self.kind = kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keyword arguments are lost by default, and with them the error, when it crosses to another process.
+        return partial(EngineHttpError, status=self.status, kind=self.kind), self.args
 
 
 class EngineReplyError(EngineError):
@@ -50,5 +58,5 @@ class RolloutStarved(RolloutError):
     """Too many groups in a row were refused by the filters; carries the counts per reason."""
 
 
-class PortError(RolloutError):
-    """No free port could be leased, or a given port is taken."""
+class PortError(RolloutError, ConfigError):
+    """No free port could be leased, or a given port is taken. Exit code 2."""
