@@ -168,7 +168,9 @@ class MegatronBackend:
         """Float32 [R]: the critic's value before each response token, ordered like `logprobs`."""
         if "critic" not in self.models:
             raise TrainError("there is no critic: values are needed by algo.advantage=gae only")
-        return self._per_sample(batch, self.models["critic"], lambda item, rows: rows[:, 0].float())
+        return self._per_sample(
+            batch, self.models["critic"], lambda item, plane: item.response_rows(plane)[:, 0].float()
+        )
 
     def state_for_sync(self) -> Iterator[tuple[str, torch.Tensor]]:
         """HF names and full tensors on global rank 0, nothing elsewhere; every rank must exhaust it."""
@@ -284,8 +286,8 @@ class MegatronBackend:
             cp_group=self._context_group,
         )
 
-    def _value_objective(self, item: ModelInput, rows: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
-        return value_objective(rows[:, 0].float(), item.tensors, self.algo)
+    def _value_objective(self, item: ModelInput, plane: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
+        return value_objective(item.response_rows(plane)[:, 0].float(), item.tensors, self.algo)
 
     def _per_sample(
         self,

@@ -35,9 +35,9 @@ class ModelInput:
         """Forward; on the last pipeline stage logits or values `[rows, T, width]`, else hidden states."""
         return model(self.tensors.input_ids, self.tensors.position_ids, None, packed_seq_params=self.layout)
 
-    def response_rows(self, output: torch.Tensor) -> torch.Tensor:
-        """Output rows `[n, width]` at the positions that predict the n response tokens."""
-        return output.flatten(0, 1).index_select(0, self.tensors.logit_index)
+    def response_rows(self, plane: torch.Tensor) -> torch.Tensor:
+        """A copy `[n, width]` of the plane's rows that predict the n response tokens."""
+        return plane.index_select(0, self.tensors.logit_index)
 
 
 def to_inputs(

@@ -15,7 +15,7 @@ from miles.train.megatron.build import ModelChunk
 from miles.train.megatron.inputs import ModelInput
 from miles.train.megatron.mesh import Mesh
 
-# (micro-batch, its response rows [n, width]) -> (loss with gradient, whatever the caller collects)
+# (micro-batch, the model's output [all positions, width]) -> (loss with gradient, whatever the caller collects)
 LossFn = Callable[[ModelInput, torch.Tensor], tuple[torch.Tensor, Any]]
 
 
@@ -30,7 +30,7 @@ def forward_backward(
     else:
         collected = []
         for item in inputs:
-            loss, result = loss_fn(item, item.response_rows(item.run(chunks[0].ddp)))
+            loss, result = loss_fn(item, item.run(chunks[0].ddp).flatten(0, 1))
             loss.backward()
             collected.append(result)
     reduce_gradients(chunks)
@@ -42,7 +42,7 @@ def forward_only(chunks: Sequence[ModelChunk], inputs: Sequence[ModelInput], rea
     """Like `forward_backward` without gradients."""
     if mesh.layout.pp_size > 1:
         return _pipelined(chunks, inputs, read, forward_only=True)
-    return [read(item, item.response_rows(item.run(chunks[0].ddp)))[1] for item in inputs]
+    return [read(item, item.run(chunks[0].ddp).flatten(0, 1))[1] for item in inputs]
 
 
 def reduce_gradients(chunks: Sequence[ModelChunk]) -> None:
@@ -63,7 +63,7 @@ def _pipelined(
         item = next(iterator)
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            value, result = loss_fn(item, item.response_rows(output))
+            value, result = loss_fn(item, output.flatten(0, 1))
             return value, torch.zeros((), dtype=torch.int, device=value.device), result
 
         return item.run(model), loss

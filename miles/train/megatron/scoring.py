@@ -23,7 +23,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Scorer:
-    """`temperature` is the rollout's."""
+    """Takes the logits of all positions `[T, V/tp]`. `temperature` is the rollout's."""
 
     mesh: Mesh
     algo: AlgoConfig
@@ -41,13 +41,15 @@ class Scorer:
     def _score(self, item: ModelInput, logits: torch.Tensor, *, entropy: str) -> Scores:
         tensors = item.tensors
         shared = {"vocab_size": self.vocab_size, "group": self.mesh.tp, "temperature": self.temperature}
-        full, entropies = vocab_parallel_scores(logits, tensors.target_ids, entropy=entropy, **shared)
+        full, entropies = vocab_parallel_scores(
+            logits, tensors.target_ids, rows=tensors.logit_index, entropy=entropy, **shared
+        )
         if tensors.support_ids is None or tensors.support_offsets is None:
             return Scores(full, entropies)
         from miles.algos.sampling_mask import support_log_probs
 
         supported = support_log_probs(
-            logits, tensors.target_ids, tensors.support_ids, tensors.support_offsets, **shared
+            item.response_rows(logits), tensors.target_ids, tensors.support_ids, tensors.support_offsets, **shared
         ).log_probs
         # log p_full(y) - log p_S(y) = log of the mass of S, the same for every y in S.
         return Scores(supported, entropies, (full - supported).detach().exp())

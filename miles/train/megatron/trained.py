@@ -67,11 +67,11 @@ class TrainedModel:
     def scores(
         self, inputs: Sequence[ModelInput], read: Callable[[ModelInput, torch.Tensor], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """`read` gives fp32 [n] per micro-batch; results cover the whole micro-batch and are equal on every rank that
+        """`read` gives fp32 [n] from a micro-batch's output plane; results cover the whole micro-batch and are equal on every rank that
         shares it (pipeline stages, context-parallel slices)."""
 
-        def collect(item: ModelInput, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            values = read(item, rows)
+        def collect(item: ModelInput, plane: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            values = read(item, plane)
             return values.sum(), values
 
         results: list[Any] = loop.forward_only(self.chunks, inputs, collect, self.mesh)
