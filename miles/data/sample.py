@@ -205,6 +205,11 @@ def validate_sample(sample: Sample) -> Sample:
             _check_array(sample, name, value, np.int32, (total - 1,), 3)
     if sample.sampling_mask is not None and len(sample.sampling_mask) != n:
         _fail(sample, "sampling_mask", f"{len(sample.sampling_mask)} rows", f"{n} rows, one per response token")
+    if sample.sampling_mask is not None:
+        try:
+            sample.sampling_mask.require_tokens(sample.tokens[prompt:])
+        except ValueError as error:
+            raise ValueError(f"sample {sample.sample_id!r}: {error}") from error
     spans = sample.version_spans
     if spans is not None:
         if not isinstance(spans, np.ndarray) or spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 2:

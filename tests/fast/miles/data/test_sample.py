@@ -69,6 +69,10 @@ def test_a_cut_does_not_share_memory_with_the_original(make_sample):
         ({"version_spans": np.array([[1, 4], [2, 0]])}, "positive counts"),
         ({"routed_experts": np.zeros((5, 2, 2), dtype=np.int32)}, r"routed_experts is int32 \[5, 2, 2\]"),
         ({"sampling_mask": RolloutSamplingMask.from_rows([[1]], vocab_size=4)}, "sampling_mask is 1 rows, expected 4"),
+        (
+            {"sampling_mask": RolloutSamplingMask.from_rows([[5], [6], [9], [8]], vocab_size=16)},
+            "token 7 at response index 2 is not in its own row",
+        ),
         ({"reward": float("nan")}, "reward is nan, expected a finite number"),
         ({"reward_parts": {"format": float("inf")}}, r"reward_parts\['format'\] is inf"),
     ],
