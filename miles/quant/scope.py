@@ -142,7 +142,7 @@ SCOPE_TABLE: tuple[tuple[str, bool], ...] = (
     (f"{_Q}experts.5.w3.weight", True),
     (f"{_Q}experts.gate_up_proj", True),
     (f"{_Q}experts.down_proj", True),
-    (f"{_Q}experts.gate_up_proj.weight", True),
+    ("model.layers.5.mlp.experts.gate_up_proj.weight", True),
     ("model.layers.0.block_sparse_moe.experts.7.w1.weight", True),
     ("model.layers.0.block_sparse_moe.experts.7.w2.weight", True),
     ("model.language_model.layers.4.mlp.experts.gate_up_proj", True),

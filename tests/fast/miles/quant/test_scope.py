@@ -1,0 +1,130 @@
+"""One scope for converter, export and fake QAT."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
+from miles.quant import qat
+from miles.quant.packed import pack_named
+from miles.quant.scope import (
+    SCOPE_TABLE,
+    Ignore,
+    Scope,
+    check_pairs,
+    decoder_layer,
+    edge_layers_ignore,
+    gate_up_partner,
+    is_routed_expert_weight,
+)
+
+
+@pytest.mark.parametrize(("name", "answer"), SCOPE_TABLE)
+def test_scope_table(name: str, answer: bool) -> None:
+    assert is_routed_expert_weight(name) is answer
+
+
+def test_the_table_has_forty_names_and_every_spelling_of_shared() -> None:
+    assert len(SCOPE_TABLE) >= 40
+    joined = " ".join(name for name, _ in SCOPE_TABLE)
+    for spelling in (
+        "shared_expert.",
+        "shared_experts.",
+        "experts.shared_experts.",
+        "shared_experts.experts.",
+        "shared_expert_gate",
+    ):
+        assert spelling in joined
+
+
+class Holder(nn.Module):
+    """A module tree with one [16, 32] parameter for every name given."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            *path, leaf = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner._modules[part]
+            owner.register_parameter(leaf, nn.Parameter(torch.randn(16, 32)))
+
+
+def paths() -> tuple[set[str], set[str], set[str]]:
+    """Names that the converter, the live export and the QAT hook choose out of the table."""
+    from miles.quant.convert.bf16 import _selected
+
+    weights = [n for n, _ in SCOPE_TABLE]
+    complete = [*weights, *(p for n in weights if (p := gate_up_partner(n)) and p not in weights)]
+
+    stored = SimpleNamespace(spec=SimpleNamespace(dtype="BF16", shape=(16, 32)))
+    source = SimpleNamespace(directory="none", tensors=dict.fromkeys(complete, stored))
+    converter = set(_selected(source, Scope().__contains__, 16))
+    exported = {
+        n
+        for n, t in pack_named(((n, torch.randn(16, 32)) for n in complete), NVFP4QDQConfig())
+        if t.dtype == torch.uint8
+    }
+    hooked = set(qat.install(Holder(complete), NVFP4QDQConfig()).names)
+    return converter, exported, hooked
+
+
+def test_scope_table_three_paths() -> None:
+    converter, exported, hooked = paths()
+    answers = {n for n, a in SCOPE_TABLE if a}
+    in_table = {n for n, _ in SCOPE_TABLE}
+    assert converter & in_table == exported & in_table == hooked & in_table == answers
+
+
+def test_ignore_matches_exact_prefix_and_pattern() -> None:
+    ignore = Ignore(("model.layers.0.", "lm_head.weight", r"re:.*\.experts\.7\..*"))
+    assert ignore.matches("model.layers.0.mlp.experts.1.up_proj.weight")
+    assert not ignore.matches("model.layers.01.mlp.experts.1.up_proj.weight")
+    assert ignore.matches("lm_head.weight")
+    assert ignore.matches("model.layers.4.mlp.experts.7.up_proj.weight")
+    assert "model.layers.0.mlp.experts.1.up_proj.weight" not in Scope(ignore)
+
+
+def test_ignore_is_written_back_as_prefixes_never_as_their_leaves() -> None:
+    ignore = Ignore(
+        (
+            "model.layers.0.",
+            "model.layers.0.mlp.experts.",
+            "model.layers.0.mlp.experts.1.up_proj.weight",
+            "lm_head.weight",
+        )
+    )
+    assert ignore.compact() == ("lm_head.weight", "model.layers.0.")
+
+
+def test_bad_ignore_entries_are_refused() -> None:
+    with pytest.raises(ValueError, match="no regular expression"):
+        Ignore(("re:(",))
+    with pytest.raises(ValueError, match="is empty"):
+        Ignore(("",))
+
+
+def test_first_and_last_bf16_layers_count_decoder_layers_only() -> None:
+    ignore = edge_layers_ignore(num_layers=47, first=1, last=2)
+    assert ignore.entries == ("model.layers.0.", "model.layers.45.", "model.layers.46.")
+    assert not ignore.matches("model.layers.47.mlp.experts.0.up_proj.weight")  # the MTP layer of such checkpoints
+    assert decoder_layer("model.layers.47.mlp.gate.weight", 47) is None
+    assert decoder_layer("mtp.layers.0.mlp.gate.weight", 47) is None
+    assert decoder_layer("model.layers.46.mlp.gate.weight", 47) == 46
+    with pytest.raises(ValueError, match="do not fit in 3 decoder layers"):
+        edge_layers_ignore(3, 2, 2)
+
+
+def test_missing_or_duplicated_gate_up_half_raises() -> None:
+    gate, up = "m.mlp.experts.0.gate_proj.weight", "m.mlp.experts.0.up_proj.weight"
+    check_pairs([gate, up, "m.mlp.experts.0.down_proj.weight"])
+    with pytest.raises(ValueError, match=r"half is missing: m\.mlp\.experts\.0\.up_proj\.weight"):
+        check_pairs([gate])
+    with pytest.raises(ValueError, match="more than once"):
+        check_pairs([gate, up, up])
