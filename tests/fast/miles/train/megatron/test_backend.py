@@ -264,3 +264,70 @@ def test_full_disk_during_save_is_one_error_on_all_ranks(ranks, toolbox, model_d
 
     ranks(body, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_2", "latest"]
+
+
+def masked_samples(toolbox):
+    """Samples whose sampler chose among a few ids at each token."""
+    import numpy as np
+
+    from miles.data.sampling_mask import RolloutSamplingMask
+
+    samples = toolbox.samples(ragged=True)
+    generator = np.random.default_rng(0)
+    for sample in samples:
+        response = sample.tokens[sample.prompt_length :]
+        rows = [sorted({int(token), *generator.choice(15, size=4).tolist()}) for token in response]
+        sample.sampling_mask = RolloutSamplingMask.from_rows(rows, vocab_size=15)
+    return samples
+
+
+def support_scores(toolbox, model_dir, **parallel):
+    """Body of a rank: support log-probs of the masked samples, step metrics, and the samples' order."""
+
+    def body(rank, world, port):
+        import numpy as np
+
+        from miles.algos.config import AlgoConfig
+        from miles.algos.estimate import prepare_steps
+        from miles.data.schedule import ScheduleConfig
+
+        backend = toolbox.backend(model_dir, rank, world, port, **parallel)
+        samples = masked_samples(toolbox)
+        schedule = ScheduleConfig(layout="thd", context_parallel=parallel.get("cp", 1))
+        batch = prepare_steps(samples, AlgoConfig(), schedule, use_support=True).steps[0].for_rank(0)
+        order = [int(index) for item in batch.micro_batches for index in item.sample_index]
+        return np.concatenate(backend.logprobs(batch)), order, backend.step(batch)
+
+    return body
+
+
+@pytest.fixture(scope="module")
+def support_reference(ranks, toolbox, model_dir):
+    """By sample: log-softmax over each row's support, from logits of transformers' model."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    reference = []
+    for sample in masked_samples(toolbox):
+        with torch.no_grad():
+            logits = model(torch.from_numpy(sample.tokens)[None]).logits[0]
+        mask, values = sample.sampling_mask, []
+        for at in range(sample.response_length):
+            row = torch.from_numpy(mask.ids[mask.offsets[at] : mask.offsets[at + 1]].astype(np.int64))
+            position = sample.prompt_length + at
+            chosen = int((row == int(sample.tokens[position])).nonzero()[0, 0])
+            values.append(logits[position - 1][row].log_softmax(0)[chosen].item())
+        reference.append(values)
+    return reference
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"cp": 2}], ids=["single", "tp2", "cp2"])
+def test_log_probs_on_the_samplers_support(parallel, ranks, toolbox, model_dir, support_reference):
+    import numpy as np
+
+    scores, order, metrics = ranks(support_scores(toolbox, model_dir, **parallel), 2 if parallel else 1)[0]
+    expected = np.concatenate([support_reference[index] for index in order])
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
+    assert 0 < metrics["mismatch/support_mass_min"] <= metrics["mismatch/support_mass_mean"] <= 1
