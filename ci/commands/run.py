@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci.commands.options import add_selection, add_workspace, selection_of, workspace
+from ci.commands.output import print_json
 from ci.environment import read
 from ci.errors import ExitCode, PlanMismatch, UsageError, suggestion
 from ci.plan.build import PlanOptions, build_plan
@@ -137,7 +139,9 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
 
     folder = Path(args.results or read("MILES_CI_RESULTS_DIR") or space.root / "results").resolve() / shard.id
     devices = _devices(space, shard)
-    console = Console(actions=os.environ.get("GITHUB_ACTIONS") == "true", quiet=args.quiet)
+    # With --format json the results alone go to stdout.
+    stream = sys.stderr if args.format == "json" else sys.stdout
+    console = Console(stream, actions=os.environ.get("GITHUB_ACTIONS") == "true", quiet=args.quiet)
     console.line(
         f"suite {shard.suite}, shard {shard.index}/{shard.count}: {len(units)} file(s), plan {plan.digest[:16]}"
     )
@@ -160,6 +164,8 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
     if times:
         record = rerun_failed(job, record, times, devices=devices, console=console)
     junit.write(record, folder / junit.JUNIT_NAME)
+    if args.format == "json":
+        print_json(record.as_json())
     console.line(summary([record]))
     console.line(f"results: {folder}")
     return record.exit_code()

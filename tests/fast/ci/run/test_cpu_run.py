@@ -36,9 +36,17 @@ def test_file_option_runs_that_file_or_node_only(repository):
     repository.file("test_other.py", "def test_a(): assert False\n")
     outcome = repository.run("--suite", "stage-a-cpu", "--file", f"{path}::test_good")
     assert (outcome.code, outcome.outcomes()) == (0, {"test_two.py": "passed"})
+    assert "===== " in outcome.output
     unknown = repository.run("--suite", "stage-a-cpu", "--file", "tests/fast/test_nowhere.py")
     assert unknown.code == 2
     assert "not planned in suite 'stage-a-cpu'" in unknown.output
+
+
+def test_json_format_leaves_stdout_to_the_results(repository):
+    repository.file("test_a.py", "def test_a(): assert True\n")
+    words = repository.command("run", "--suite", "stage-a-cpu", "--format", "json", "--workers", "1")
+    done = subprocess.run(words, cwd=repository.root, env=repository.environment(), capture_output=True, check=True)
+    assert json.loads(done.stdout)["counts"]["passed"] == 1
 
 
 def test_no_test_to_run_is_exit_code_4_unless_allowed(repository):
