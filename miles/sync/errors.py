@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from miles.config import ConfigError, MilesError
 
 
@@ -33,6 +36,11 @@ class EngineSyncError(SyncError):
         self.url = url
         self.code = code
         self.retry_after_s = retry_after_s
+        self._given = (url, code, message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default an error is rebuilt from its text, which is not what this one takes.
+        return partial(type(self), retry_after_s=self.retry_after_s), self._given
 
 
 class NoEngineLeft(SyncError):

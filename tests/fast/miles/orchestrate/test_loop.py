@@ -1,0 +1,142 @@
+"""The order of a run: versions, checkpoints, skipped steps, engines that do not follow. No Ray, no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from miles.orchestrate import loop as loop_module
+from miles.orchestrate.errors import RunError
+from miles.orchestrate.loop import TrainingLoop, check_engines
+from miles.orchestrate.run_folder import locate
+from miles.recipe.schema import Recipe
+
+Make = Callable[..., Recipe]
+URL = "http://127.0.0.1:1"
+
+
+class FakeFleet:
+    """Two ranks that record their calls. `skip`: steps that change nothing; `engine`: what the engine answers."""
+
+    def __init__(self, events: list[Any], *, skip: set[int] = frozenset(), engine: str = "serving") -> None:
+        self.events, self.skip, self.engine = events, skip, engine
+        self.dp_ranks = [0, 1]
+        self.trained = 0
+
+    async def on_workers(self, method: str, arguments: Any) -> list[Any]:
+        step, self.trained = self.trained, self.trained + 1
+        version = arguments[0][1]
+        self.events.append((method, version, [argument[0] for argument in arguments]))
+        skipped = step in self.skip
+        engines = None if skipped else {URL: self.engine}
+        return [
+            {"metrics": {"train/step_skipped": float(skipped)}, "engines": engines},
+            {"metrics": {}, "engines": None},
+        ]
+
+    async def on_all_workers(self, method: str, *arguments: Any) -> list[Any]:
+        self.events.append((method, *arguments))
+        return [{URL: self.engine}, None] if method == "push" else ["", ""]
+
+
+class FakeSource:
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    async def start(self, version: int) -> None:
+        self.events.append(("start", version))
+
+    async def collect(self, step: int) -> Any:
+        self.events.append(("collect", step))
+        return SimpleNamespace(samples=[SimpleNamespace(response_length=4)], metrics={"rollout/reward_mean": 0.5})
+
+    async def advance(self, version: int) -> None:
+        self.events.append(("advance-source", version))
+
+    async def skipped(self) -> None:
+        self.events.append(("skipped",))
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": len(self.events)}
+
+
+@pytest.fixture
+def make_loop(recipe: Make, monkeypatch: pytest.MonkeyPatch):
+    batch = SimpleNamespace(for_rank=lambda rank: f"batch of rank {rank}", metrics={})
+    monkeypatch.setattr(loop_module, "prepare_steps", lambda *_, **__: SimpleNamespace(steps=[batch], metrics={}))
+
+    def make(events: list[Any], *, version: int = 0, fleet: dict[str, Any] | None = None, **run: Any) -> TrainingLoop:
+        made = recipe(run=run)
+        return TrainingLoop(
+            made,
+            FakeFleet(events, **(fleet or {})),
+            FakeSource(events),
+            locate(made, []),
+            0,
+            lambda row: events.append(("row", row["step"], row["weight_version"])),
+            lambda: events.append(("durable",)),
+            version=version,
+        )
+
+    return make
+
+
+def names(events: list[Any], *kinds: str) -> list[Any]:
+    return [event for event in events if event[0] in kinds]
+
+
+def test_each_step_trains_the_next_version_and_every_rank_gets_its_own_batch(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, steps=2, checkpoint_every=10).run(0))
+    assert events[:5] == [
+        ("start", 0),
+        ("collect", 0),
+        ("advance", 1, ["batch of rank 0", "batch of rank 1"]),
+        ("advance-source", 1),
+        ("row", 0, 1),
+    ]
+    assert names(events, "row") == [("row", 0, 1), ("row", 1, 2)]
+
+
+def test_checkpoints_come_at_their_steps_and_at_the_end_with_rows_durable_before(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, steps=5, checkpoint_every=2).run(0))
+    saves = names(events, "save", "durable")
+    assert [event[0] for event in saves] == ["durable", "save"] * 3
+    assert [event[2]["step"] for event in names(events, "save")] == [2, 4, 5]
+    assert [event[2]["weight_version"] for event in names(events, "save")] == [2, 4, 5]
+    assert {event[1].name for event in names(events, "save")} == {"checkpoints"}
+
+
+def test_resumed_run_serves_its_version_before_the_first_prompt(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, version=3, steps=5, checkpoint_every=10).run(4))
+    assert events[:3] == [("push", 3), ("start", 3), ("collect", 4)]
+    assert names(events, "advance")[0][1] == 4
+
+
+def test_step_that_counts_nothing_makes_no_version(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, fleet={"skip": {1}}, steps=3, checkpoint_every=10).run(0))
+    assert names(events, "row") == [("row", 0, 1), ("row", 1, 1), ("row", 2, 2)]
+    assert names(events, "skipped", "advance-source") == [("advance-source", 1), ("skipped",), ("advance-source", 2)]
+
+
+@pytest.mark.parametrize("version", [0, 3])
+def test_engine_that_does_not_take_a_version_ends_the_run(make_loop, version: int) -> None:
+    events: list[Any] = []
+    loop = make_loop(events, version=version, fleet={"engine": "dirty"}, steps=5, checkpoint_every=1)
+    with pytest.raises(RunError, match=rf"did not reach every engine: {URL}: dirty"):
+        asyncio.run(loop.run(version))
+    assert names(events, "row", "save") == []
+
+
+def test_check_names_only_the_engines_that_failed() -> None:
+    check_engines(1, {"a": "serving", "b": "serving"})
+    with pytest.raises(RunError) as raised:
+        check_engines(7, {"a": "serving", "b": "gone"})
+    assert str(raised.value) == "weight version 7 did not reach every engine: b: gone"

@@ -1,0 +1,105 @@
+"""What the doctor says of a machine, and the Ray folders that killed runs leave."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from miles.orchestrate import doctor
+from miles.orchestrate.cluster import PREFIX, local_cluster
+from miles.orchestrate.doctor import abilities
+
+CORE = {"torch": "2", "ray": "2", "megatron-core": "0.16", "safetensors": "0.8"}
+
+
+def verdicts(versions: dict[str, str | None], gpus: list[str]) -> dict[str, tuple[bool, str]]:
+    return {ability.name: (ability.works, ability.reason) for ability in abilities(versions, gpus)}
+
+
+def test_bare_cpu_machine_trains_on_cpu_and_says_why_not_on_gpu() -> None:
+    found = verdicts(CORE, [])
+    assert found["train on CPU (embedded engine, gloo)"][0] is True
+    assert found["train on GPU (local spec)"] == (False, "no GPU is visible")
+    assert found["SGLang rollout engine"] == (False, "sglang is not installed")
+
+
+def test_missing_library_is_named_and_stops_training_everywhere() -> None:
+    found = verdicts({**CORE, "ray": None, "megatron-core": None}, ["H200"])
+    assert found["train on CPU (embedded engine, gloo)"] == (False, "missing: ray, megatron-core")
+    assert found["train on GPU (local spec)"] == (False, "missing: ray, megatron-core")
+
+
+def test_gpu_machine_trains_and_transformer_engine_is_told_apart() -> None:
+    found = verdicts(CORE, ["H200", "H200"])
+    assert found["train on GPU (local spec)"] == (True, "2 x H200")
+    assert found["train on GPU with Transformer Engine"] == (False, "transformer-engine is not installed")
+    with_engine = verdicts({**CORE, "transformer-engine": "2", "sglang": "0.5"}, ["H200"])
+    assert with_engine["train on GPU with Transformer Engine"] == (True, "installed")
+    assert with_engine["SGLang rollout engine"] == (True, "version 0.5")
+
+
+def test_report_shows_machine_libraries_and_abilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gpu_names", lambda: ["Imaginary 9000"])
+    monkeypatch.setattr(doctor, "version_of", lambda package: None if package == "sglang" else "1.2.3")
+    out = io.StringIO()
+    doctor.report(Console(file=out, width=120))
+    for said in ("cores", "memory", "free disk here", "Imaginary 9000", "1.2.3", "not installed", "yes  train on GPU"):
+        assert said in out.getvalue()
+
+
+def test_version_of_a_package_that_is_not_there_is_none() -> None:
+    assert doctor.version_of("no-such-package-at-all") is None
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """Records `init` and `shutdown`; Ray's folders go below the test's own."""
+    calls: list[Any] = []
+    fake = SimpleNamespace(init=lambda **options: calls.append(options), shutdown=lambda: calls.append("shutdown"))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return calls
+
+
+def test_cluster_has_its_own_folder_and_no_dashboard_and_removes_it(fake_ray: list[Any]) -> None:
+    with local_cluster(cpus=3) as cluster:
+        options = fake_ray[0]
+        assert cluster.folder.is_dir()
+        assert options["_temp_dir"] == str(cluster.folder)
+        assert (options["address"], options["num_cpus"], options["include_dashboard"]) == ("local", 3, False)
+    assert fake_ray[1:] == ["shutdown"]
+    assert not cluster.folder.exists()
+
+
+def test_failed_start_stops_ray_and_removes_the_folder(fake_ray: list[Any], tmp_path: Path, monkeypatch) -> None:
+    def fail(**_: Any) -> None:
+        raise OSError("no shared memory")
+
+    monkeypatch.setattr(sys.modules["ray"], "init", fail)
+    with pytest.raises(OSError, match="no shared memory"):
+        with local_cluster(cpus=1):
+            pass
+    assert fake_ray == ["shutdown"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(fake_ray: list[Any], tmp_path: Path) -> None:
+    for name in ("dead", "alive"):
+        folder = tmp_path / f"{PREFIX}{name}"
+        folder.mkdir()
+        (folder / "lock").touch()
+    other = tmp_path / "somebody-elses"
+    other.mkdir()
+    with (tmp_path / f"{PREFIX}alive" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with local_cluster(cpus=1):
+            pass
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"{PREFIX}alive", "somebody-elses"]
