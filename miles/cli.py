@@ -119,6 +119,19 @@ def recipe_diff(left: RecipePath, right: RecipePath) -> None:
         typer.echo(line)
 
 
+@recipe_app.command("explain")
+def recipe_explain(rule: Annotated[str | None, typer.Argument(help="a rule's id; all when left out")] = None) -> None:
+    """Say why a rule exists."""
+    from miles.config.names import suggestion
+    from miles.recipe.rules import RULES
+
+    reasons = {known.id: known.reason for known in RULES}
+    if rule is not None and rule not in reasons:
+        raise ConfigError(f"rule {rule} is not known; {suggestion(rule, reasons)}")
+    for name in reasons if rule is None else [rule]:
+        typer.echo(f"{name}: {reasons[name]}")
+
+
 @recipe_app.command("list")
 def recipe_list(folder: Annotated[Path, typer.Argument(help="folder of recipes")] = Path("recipes")) -> None:
     """List the recipes of a folder with their status."""
