@@ -37,6 +37,7 @@ class TrainWorker:
         self._recipe, self._model_dir, self._rank = recipe, model_dir, rank
         self._backend: Any = None
         self._pusher: Any = None
+        self._hook: Any = None
 
     def pid(self) -> int:
         return os.getpid()
@@ -52,10 +53,7 @@ class TrainWorker:
 
         Returns `{"extra": the loop's state or None, "notes": [what was passed over], "dp_rank": int}`.
         """
-        from miles.orchestrate.backends import build_backend
-
-        self._backend = build_backend(self._recipe, self._model_dir, rank=self._rank, address=address, port=port)
-        self._backend.init()
+        self._build(address, port)
         resumed = self._backend.load_checkpoint(checkpoints)
         if resumed is None:
             self._backend.load(self._model_dir)
@@ -65,6 +63,16 @@ class TrainWorker:
             "notes": [] if resumed is None else [f"{s.name}: {s.reason}" for s in resumed.skipped],
             "dp_rank": layout.dp_rank,
         }
+
+    def _build(self, address: str, port: int) -> None:
+        from miles.orchestrate.backends import build_backend
+        from miles.quant.hook import FakeQATHook
+
+        self._hook = FakeQATHook(self._recipe.quant)
+        self._backend = build_backend(
+            self._recipe, self._model_dir, rank=self._rank, address=address, port=port, install=self._hook
+        )
+        self._backend.init()
 
     def connect(self, engine_urls: Sequence[str], run_id: str) -> None:
         """Open the weight sync to the engines; a no-op on ranks that do not send."""
@@ -92,6 +100,8 @@ class TrainWorker:
             metrics = record_step(
                 self._backend, batch, bundle.folder, step=bundle.step, manifest=self._manifest(version - 1)
             )
+        if not metrics["train/step_skipped"]:
+            self._hook.after_step(len(batch.micro_batches))
         trained = time.perf_counter()
         engines = None if metrics["train/step_skipped"] else self.push(version)
         metrics |= {"time/train": trained - start, "time/sync": time.perf_counter() - trained}
@@ -107,11 +117,9 @@ class TrainWorker:
 
     def replay(self, address: str, port: int, folder: Path, mode: Literal["bit", "close"]) -> ReplayReport:
         """Join a fresh mesh and run the recorded step of `folder` again; collective."""
-        from miles.orchestrate.backends import build_backend
         from miles.train.replay import replay_step
 
-        self._backend = build_backend(self._recipe, self._model_dir, rank=self._rank, address=address, port=port)
-        self._backend.init()
+        self._build(address, port)
         return replay_step(folder, self._backend, mode=mode)
 
     def _manifest(self, version: int) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles.config import ConfigError
 
@@ -14,8 +15,19 @@ if TYPE_CHECKING:
     from miles.train.megatron.backend import MegatronBackend
 
 
-def build_backend(recipe: Recipe, model_dir: Path, *, rank: int, address: str, port: int) -> MegatronBackend:
-    """A backend for `rank`; it joins its mesh at `address:port` when `init` is called."""
+def build_backend(
+    recipe: Recipe,
+    model_dir: Path,
+    *,
+    rank: int,
+    address: str,
+    port: int,
+    install: Callable[[Any], None] | None = None,
+) -> MegatronBackend:
+    """A backend for `rank`; it joins its mesh at `address:port` when `init` is called.
+
+    `install` is called with each model chunk before it is used (fake quantisation).
+    """
     from miles.train.megatron.backend import MegatronBackend
 
     return MegatronBackend(
@@ -29,6 +41,7 @@ def build_backend(recipe: Recipe, model_dir: Path, *, rank: int, address: str, p
         seed=recipe.seed,
         temperature=recipe.rollout.temperature,
         rope_kind=recipe.model.rope.type,
+        install=install,
     )
 
 

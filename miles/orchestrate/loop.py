@@ -94,6 +94,7 @@ class TrainingLoop:
             check_engines(version, result["engines"])
             self.version = version
             await self.source.advance(version)
+            recipe.quant.check_gates(result["metrics"])
         return {**prepared.metrics, **batch.metrics, **result["metrics"]}
 
     async def add_values(self, samples: list[Sample]) -> None:

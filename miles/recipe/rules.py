@@ -123,6 +123,20 @@ def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("DEVICES", "error", message, f"set placement.gpus_per_node to at least {world}")
 
 
+def _quantisation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    trainer = recipe.quant.nvfp4 if recipe.quant.fake_qat == "nvfp4" else None
+    engine = recipe.engine.nvfp4_experts
+    if trainer != engine:
+        message = f"quant.nvfp4 is {trainer!r} in the trainer but engine.nvfp4_experts is {engine!r}"
+        yield Finding("NVFP4-CONTRACT", "error", message, "give both the same options: they must round alike")
+    if recipe.quant.fake_qat == "nvfp4" and recipe.quant.nvfp4 is None:
+        message = "quant.fake_qat is nvfp4 without quant.nvfp4, so the environment would decide"
+        yield Finding("NVFP4-CONTRACT", "error", message, "write the options out under quant.nvfp4")
+    if trainer is not None and not facts.hf_config.get("num_experts"):
+        message = f"quant.fake_qat is nvfp4 but {facts.where} has no routed experts"
+        yield Finding("NVFP4-CONTRACT", "error", message, "use an MoE family, or set quant.fake_qat=none")
+
+
 def _evidence(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     if recipe.evidence.status != "validated":
@@ -137,6 +151,7 @@ RULES: tuple[Rule, ...] = (
     Rule("REFERENCE", "KL and distillation need a second model beside the policy.", _reference),
     Rule("ROLLOUT-MODE", "Only combinations that the loop drives may start.", _rollout_mode),
     Rule("DEVICES", "Every trainer rank on a GPU needs one.", _devices),
+    Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
     Rule("EVIDENCE", "A recipe without recorded numbers may be wrong in ways nobody saw.", _evidence),
 )
 

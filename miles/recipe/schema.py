@@ -12,6 +12,7 @@ from miles.algos.config import AlgoConfig
 from miles.config import StrictModel
 from miles.data.config import DataConfig
 from miles.models.config import ModelConfig
+from miles.quant.config import QuantConfig
 from miles.recipe.run import Evidence, Expectation, PlacementConfig, RunConfig
 from miles.rollout.config import EngineConfig, RolloutConfig, check_group_size
 from miles.sync.config import SyncConfig
@@ -33,6 +34,7 @@ class Recipe(StrictModel):
     engine: EngineConfig = EngineConfig()
     train: TrainConfig = TrainConfig()
     sync: SyncConfig = SyncConfig()
+    quant: QuantConfig = QuantConfig()
     placement: PlacementConfig = PlacementConfig()
     expect: dict[str, Expectation] = Field(default_factory=dict)
     evidence: Evidence = Evidence()

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from miles.config import StrictModel
+from miles.quant.config import NVFP4Options
 
 
 class RewardConfig(StrictModel):
@@ -135,6 +136,8 @@ class EngineConfig(StrictModel):
     max_total_tokens: int = Field(65536, ge=16)
     max_prefill_tokens: int = Field(2048, ge=16)
     prefix_cache: bool = True
+    # Embedded only: keep routed experts packed in NVFP4 and compute with what they decode to (`quant.nvfp4`'s twin).
+    nvfp4_experts: NVFP4Options | None = None
     start_timeout_s: float = Field(120.0, gt=0)
     # SGLang only: further server arguments, e.g. {"mem-fraction-static": 0.5}.
     server_args: dict[str, Any] = Field(default_factory=dict)
@@ -143,6 +146,8 @@ class EngineConfig(StrictModel):
     def _options_fit_engine(self) -> EngineConfig:
         if self.engine == "embedded" and self.server_args:
             raise ValueError("engine.server_args is for engine.engine=sglang; the embedded engine takes engine.* keys")
+        if self.engine != "embedded" and self.nvfp4_experts is not None:
+            raise ValueError("engine.nvfp4_experts is for the embedded engine; SGLang takes a converted checkpoint")
         if self.port and self.count > 1:
             raise ValueError(f"engine.port is {self.port} but engine.count is {self.count}; use port 0")
         return self

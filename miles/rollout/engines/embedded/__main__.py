@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
     with torch.inference_mode(False), torch.no_grad():
         model = build_model(hf_config, dtype=dtype, device=device, context=config.context_length)
         load_weights(model_dir, model.parameters(), model.aliases())
+        refresh = _packed_experts(config, model)
+        refresh()
         batch = Batch(
             model,
             max_running=config.max_running,
@@ -69,7 +72,7 @@ def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
             version=weight_version,
         )
         invariant = dtype == torch.float32 and rows_are_independent(model.parameters().values())
-    scheduler = Scheduler(batch)
+    scheduler = Scheduler(batch, after_update=refresh)
     threading.Thread(target=scheduler.run, name="engine", daemon=True).start()
     eos = tuple(eos_token_ids(model_dir, hf_config))
     limits = Limits(model.vocab_size, model.context_length, config.max_total_tokens, eos)
@@ -89,6 +92,22 @@ def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
         "batch_invariant": invariant,
     }
     return EngineServer(scheduler, limits, info)
+
+
+def _packed_experts(config: Any, model: Any) -> Callable[[], object]:
+    """What to call after the weights changed: pack the routed experts and compute with what they decode to."""
+    if config.nvfp4_experts is None:
+        return lambda: None
+    from miles.quant.packed import PackedExperts
+    from miles.rollout.errors import EngineModelError
+
+    experts = PackedExperts(config.nvfp4_experts.resolve())
+
+    def refresh() -> None:
+        if experts.refresh(model.parameters()) == 0:
+            raise EngineModelError("engine.nvfp4_experts is set but the model has no routed experts; remove the option")
+
+    return refresh
 
 
 def _serve(server: Any, listener: socket.socket, report: Any) -> int:

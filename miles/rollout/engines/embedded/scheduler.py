@@ -24,7 +24,9 @@ CALL_TIMEOUT_S = 120.0
 class Scheduler:
     """Thread-safe front of a `Batch`; implements `WeightHost`."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, *, after_update: Callable[[], object] = lambda: None) -> None:
+        """`after_update` runs when all weights of an update are in place, before any of them is used."""
+        self.after_update = after_update
         self._batch = batch
         self.gate = ServingGate(batch.version)
         self.gate.listener = self._wake
@@ -159,6 +161,7 @@ class Scheduler:
         self.paused = True
 
     def _finish_update(self, version: int) -> None:
+        self.after_update()
         self._batch.change_version(version)
         self.gate.set("serving", version=version)
 
