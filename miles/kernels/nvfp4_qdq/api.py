@@ -40,7 +40,7 @@ class Launch:
 STANDARD_LAUNCH = Launch(rows=64, tiles=4, warps=2)
 FOUR_OVER_SIX_LAUNCH = Launch(rows=128, tiles=16, warps=4, ahead=True)
 AMAX_LAUNCH = Launch(rows=256, tiles=8, warps=8)
-INTERPRETER_LAUNCH = Launch(rows=4096, tiles=1, warps=4)
+INTERPRETER_LAUNCH = Launch(rows=512, tiles=1, warps=4)
 EXTREME_PROGRAMS = 528
 
 
