@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from miles.data.batch import RankBatch
+    from miles.train.checkpoint import Skipped
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,20 @@ class ParallelLayout:
         return self.rank == 0
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """What `load_checkpoint` found: the loop's own state, the step it was saved at, and what was passed over.
+
+    `rng_restored` is false when the checkpoint was saved by another number of ranks.
+    """
+
+    extra: dict[str, Any]
+    step: int
+    path: Path
+    skipped: tuple[Skipped, ...]
+    rng_restored: bool
+
+
 @runtime_checkable
 class Backend(Protocol):
     """What the training loop needs of a backend."""
@@ -59,11 +74,17 @@ class Backend(Protocol):
     def logprobs(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 [R] log-probs of each sample's response under the current weights, in the batch's sample order."""
 
+    def reference_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Like `logprobs`, under the policy the run started from; kept only when the algorithm needs it."""
+
+    def values(self, batch: RankBatch) -> list[np.ndarray]:
+        """Like `logprobs`: the critic's value before each response token; there is a critic only under `gae`."""
+
     def save(self, directory: Path, *, extra: dict[str, Any]) -> Path:
         """Write an atomic checkpoint below `directory`; `extra` is JSON (data cursor, weight version, recipe)."""
 
-    def load_checkpoint(self, directory: Path) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint that verifies and return its `extra`, or None when there is none."""
+    def load_checkpoint(self, directory: Path) -> Resumed | None:
+        """Load the newest complete checkpoint that verifies; None when there is none."""
 
     def state_for_sync(self) -> Iterator[tuple[str, torch.Tensor]]:
         """HF names and full tensors, in one fixed order; yields on the sync rank only. Valid until the next step."""
@@ -76,3 +97,12 @@ class Backend(Protocol):
 
     def wake(self) -> None:
         """Undo `sleep`."""
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a step to repeat bit for bit: mesh, device, versions."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def close(self) -> None:
+        """Leave the mesh."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,27 +26,16 @@ from miles.models import registry
 from miles.models.family import read_hf_config
 from miles.models.hf_files import FolderWriter, copy_tokenizer_files, write_json, write_shards
 from miles.train import checkpoint
-from miles.train.backend import ParallelLayout
-from miles.train.checkpoint import Manifest, Skipped
+from miles.train.backend import ParallelLayout, Resumed
+from miles.train.checkpoint import Manifest
 from miles.train.config import OptimizerConfig, TrainConfig
 from miles.train.errors import CheckpointError, TrainError
 from miles.train.megatron import mesh, platform, rng, state_files
 from miles.train.megatron.inputs import ModelInput, to_inputs
 from miles.train.megatron.scoring import Scorer
 from miles.train.megatron.spec import choose_spec
-from miles.train.megatron.trained import TrainedModel
+from miles.train.megatron.trained import ScoredModel, TrainedModel
 from miles.train.parallel_checks import check_parallelism
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What `load_checkpoint` found: the loop's own state, the step it was saved at, and what was passed over."""
-
-    extra: dict[str, Any]
-    step: int
-    path: Path
-    skipped: tuple[Skipped, ...]
-    rng_restored: bool
 
 
 class MegatronBackend:
@@ -114,6 +103,10 @@ class MegatronBackend:
         if self.algo.needs_values:
             critic = critic_optimizer(self.config.optimizer, self.algo.value.lr)
             self.models["critic"] = TrainedModel(self.family, self.model, self.config, critic, *shared, head="value")
+        # The policy the run started from; it is not in checkpoints, because the model folder has it.
+        self.reference = (
+            ScoredModel(self.family, self.model, self.config, *shared) if self.algo.needs_reference else None
+        )
         self.scorer = Scorer(self.mesh, self.algo, self.model.vocab_size, self.temperature)
 
     @property
@@ -126,6 +119,7 @@ class MegatronBackend:
         directory = Path(hf_dir) if hf_dir is not None else self.model_dir
         for trained in self.models.values():
             trained.load_hf(directory)
+        self._load_reference()
 
     def step(self, batch: RankBatch) -> dict[str, float]:
         """One optimizer step. Metrics are global and equal on every rank; a batch without counted rollouts, or with
@@ -163,6 +157,12 @@ class MegatronBackend:
         """Float32 [R] of each sample's response under the current weights, in the order of the micro-batches' samples;
         dummy samples are left out. Equal on all ranks of one data-parallel index."""
         return self._per_sample(batch, self.policy, self.scorer.log_probs)
+
+    def reference_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Like `logprobs`, under the policy that the run started from (the model folder's weights)."""
+        if self.reference is None:
+            raise TrainError("there is no reference model: it is kept only when algo.kl.where is reward or loss")
+        return self._per_sample(batch, self.reference, self.scorer.log_probs)
 
     def values(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 [R]: the critic's value before each response token, ordered like `logprobs`."""
@@ -228,6 +228,7 @@ class MegatronBackend:
             reader = state_files.ShardReader(found.path, manifest, label, trained.bound)
             state_files.load_optimizer(reader, trained.optimizer, self.mesh, manifest.optimizer_steps[label])
             restored = reader.restore_rng(self.mesh)
+        self._load_reference()
         return Resumed(dict(manifest.extra), manifest.step, found.path, found.skipped, restored)
 
     def sleep(self) -> None:
@@ -256,6 +257,10 @@ class MegatronBackend:
     def close(self) -> None:
         """Leave the mesh."""
         mesh.leave()
+
+    def _load_reference(self) -> None:
+        if self.reference is not None:
+            self.reference.load_hf(self.model_dir)
 
     def _bounded(self, what: str) -> AbstractContextManager[None]:
         return mesh.bounded(what, self.mesh.layout.rank, self.config.timeout_s)
@@ -292,7 +297,7 @@ class MegatronBackend:
     def _per_sample(
         self,
         batch: RankBatch,
-        trained: TrainedModel,
+        trained: ScoredModel,
         read: Callable[[ModelInput, torch.Tensor], torch.Tensor],
     ) -> list[np.ndarray]:
         with self._bounded("scoring"):

@@ -20,7 +20,7 @@ from miles.train.megatron.value_head import ValueHead
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """One pipeline chunk of this rank: the GPTModel and its gradient-buffer wrapper."""
+    """One pipeline chunk of this rank: the GPTModel, and its gradient-buffer wrapper (the model itself if frozen)."""
 
     model: Any
     ddp: Any
@@ -118,15 +118,20 @@ def build_chunks(
     *,
     head: str = "vocabulary",
     install: Callable[[torch.nn.Module], None] | None = None,
+    trainable: bool = True,
 ) -> list[ModelChunk]:
     """Every chunk of this rank, on its device, weights uninitialised until a checkpoint is loaded.
 
-    `head` is "vocabulary" or "value" (a critic). `install` may wrap modules before gradient buffers exist.
+    `head` is "vocabulary" or "value" (a critic). `install` may wrap modules before gradient buffers exist; a chunk
+    that is not `trainable` gets none.
     """
     config = core_config(model, train)
     stages: list[int | None] = list(range(train.parallel.vpp)) if train.parallel.vpp else [None]
     with building(platform):
-        return [_build_chunk(config, model, train, mesh, platform, choice, stage, head, install) for stage in stages]
+        return [
+            _build_chunk(config, model, train, mesh, platform, choice, stage, head, install, trainable)
+            for stage in stages
+        ]
 
 
 def _build_chunk(
@@ -139,9 +144,9 @@ def _build_chunk(
     stage: int | None,
     head: str,
     install: Callable[[torch.nn.Module], None] | None,
+    trainable: bool,
 ) -> ModelChunk:
     from megatron.core import parallel_state as ps
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -170,17 +175,19 @@ def _build_chunk(
         gpt.rotary_pos_emb.float()
     if install is not None:
         install(gpt)
-    ddp = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
-        ),
-        gpt,
-        disable_bucketing=bool(stage),
-    )
     return ModelChunk(
         model=gpt,
-        ddp=ddp,
+        ddp=_with_gradient_buffers(config, gpt, stage) if trainable else gpt.requires_grad_(False),
         layer_offset=get_transformer_layer_offset(config, vp_stage=stage),
         expert_offset=mesh.layout.ep_rank * (model.num_experts // train.parallel.ep),
     )
+
+
+def _with_gradient_buffers(config: Any, gpt: Any, stage: int | None) -> Any:
+    """megatron-core's wrapper: fp32 gradients in flat buffers, one bucket, reduced when the step asks for it."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
+    )
+    return DistributedDataParallel(config, settings, gpt, disable_bucketing=bool(stage))

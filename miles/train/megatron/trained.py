@@ -1,4 +1,4 @@
-"""One model under training on this rank: its chunks, weight map and optimizer. The policy is one, a critic another."""
+"""One model on this rank: its chunks and weight map, and its optimizer if it is trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from miles.algos.metrics import MetricSums
 from miles.models.family import Family, FamilyConfig
-from miles.models.weightmap import WeightMap
 from miles.train.config import OptimizerConfig, TrainConfig
 from miles.train.megatron import build, loop, weights
 from miles.train.megatron.inputs import ModelInput
@@ -22,15 +21,19 @@ from miles.train.megatron.platform import Platform
 from miles.train.megatron.spec import SpecChoice
 
 
-class TrainedModel:
-    """`head`: "vocabulary" for a policy, "value" for a critic whose output layer is one number per token."""
+class ScoredModel:
+    """A model that only scores: the reference policy. Its parameters take no gradient and have no buffers.
+
+    `head`: "vocabulary", or "value" for a critic whose output layer is one number per token.
+    """
+
+    trainable = False
 
     def __init__(
         self,
         family: Family,
         model: FamilyConfig,
         train: TrainConfig,
-        optimizer: OptimizerConfig,
         mesh: Mesh,
         platform: Platform,
         choice: SpecChoice,
@@ -38,31 +41,23 @@ class TrainedModel:
         head: str = "vocabulary",
         install: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
-        weight_map: WeightMap = family.weights if head == "vocabulary" else weights.critic_map(family.weights)
+        policy_head = head == "vocabulary"
         self.mesh = mesh
-        self.bound = weight_map.bind(model.map_shape if head == "vocabulary" else weights.critic_shape(model))
-        self.chunks = build.build_chunks(model, train, mesh, platform, choice, head=head, install=install)
+        weight_map = family.weights if policy_head else weights.critic_map(family.weights)
+        self.bound = weight_map.bind(model.map_shape if policy_head else weights.critic_shape(model))
+        self.chunks = build.build_chunks(
+            model, train, mesh, platform, choice, head=head, install=install, trainable=self.trainable
+        )
         self.full_tensors = weights.FullTensors(self.bound, mesh)
-        self.optimizer = MasterAdamW(self.chunks, optimizer, mesh, lambda name: weights.is_replicated(name, self.bound))
         self._device = platform.device
 
     def load_hf(self, directory: Path) -> None:
-        """Weights from a Hugging Face folder; the optimizer's masters follow."""
+        """Weights from a Hugging Face folder."""
         weights.load_hf(directory, self.chunks, self.bound, self.mesh)
-        self.optimizer.refresh_masters()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """HF names and full tensors on global rank 0; every rank must exhaust it."""
         return self.full_tensors.gather(weights.local_parameters(self.chunks))
-
-    def full_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like `full_parameters`, in fp32 from the optimizer's masters."""
-        return self.full_tensors.gather(self.optimizer.master_tensors())
-
-    def gradient(self, inputs: Sequence[ModelInput], loss_fn: loop.LossFn) -> tuple[MetricSums, float]:
-        """Fill the gradient buffers; returns the step's metric sums and gradient norm, equal on every rank."""
-        parts = loop.forward_backward(self.chunks, inputs, loss_fn, self.mesh)
-        return self._global_sums(parts), self.optimizer.grad_norm()
 
     def scores(
         self, inputs: Sequence[ModelInput], read: Callable[[ModelInput, torch.Tensor], torch.Tensor]
@@ -88,6 +83,42 @@ class TrainedModel:
                 dist.all_reduce(values, group=self.mesh.cp)
             whole.append(values)
         return whole
+
+
+class TrainedModel(ScoredModel):
+    """A model with gradient buffers and an optimizer: the policy, or a critic."""
+
+    trainable = True
+
+    def __init__(
+        self,
+        family: Family,
+        model: FamilyConfig,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
+        mesh: Mesh,
+        platform: Platform,
+        choice: SpecChoice,
+        *,
+        head: str = "vocabulary",
+        install: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:
+        super().__init__(family, model, train, mesh, platform, choice, head=head, install=install)
+        self.optimizer = MasterAdamW(self.chunks, optimizer, mesh, lambda name: weights.is_replicated(name, self.bound))
+
+    def load_hf(self, directory: Path) -> None:
+        """Weights from a Hugging Face folder; the optimizer's masters follow."""
+        super().load_hf(directory)
+        self.optimizer.refresh_masters()
+
+    def full_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like `full_parameters`, in fp32 from the optimizer's masters."""
+        return self.full_tensors.gather(self.optimizer.master_tensors())
+
+    def gradient(self, inputs: Sequence[ModelInput], loss_fn: loop.LossFn) -> tuple[MetricSums, float]:
+        """Fill the gradient buffers; returns the step's metric sums and gradient norm, equal on every rank."""
+        parts = loop.forward_backward(self.chunks, inputs, loss_fn, self.mesh)
+        return self._global_sums(parts), self.optimizer.grad_norm()
 
     def _global_sums(self, parts: Sequence[MetricSums]) -> MetricSums:
         total = reduce(lambda left, right: left + right, parts) if parts else MetricSums.zeros(self._device)

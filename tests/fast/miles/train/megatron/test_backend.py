@@ -13,6 +13,14 @@ def one(toolbox, model_dir, act, **options):
     return lambda rank, world, port: act(toolbox.backend(model_dir, rank, world, port, **options))
 
 
+def test_the_megatron_backend_is_a_backend(ranks):
+    from miles.train.backend import Backend
+    from miles.train.megatron.backend import MegatronBackend
+
+    missing = [name for name in dir(Backend) if not name.startswith("_") and not hasattr(MegatronBackend, name)]
+    assert missing == []
+
+
 def test_a_batch_without_counted_rollouts_changes_nothing(ranks, toolbox, model_dir):
     def act(backend):
         import torch
@@ -331,3 +339,42 @@ def test_log_probs_on_the_samplers_support(parallel, ranks, toolbox, model_dir, 
     expected = np.concatenate([support_reference[index] for index in order])
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
     assert 0 < metrics["mismatch/support_mass_min"] <= metrics["mismatch/support_mass_mean"] <= 1
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2}, {"tp": 2}], ids=["single", "pp2", "tp2"])
+def test_the_reference_stays_where_the_run_started(parallel, ranks, toolbox, model_dir, tmp_path):
+    import numpy as np
+
+    from miles.algos.config import AlgoConfig, KLConfig
+
+    algo = AlgoConfig(kl=KLConfig(where="loss", estimator="k2", coef=0.1))
+
+    def body(rank, world, port):
+        backend = toolbox.backend(model_dir, rank, world, port, algo=algo, **parallel)
+        samples = toolbox.samples(ragged=True)
+        batch = toolbox.batch(samples).for_rank(0)
+        start = np.concatenate(backend.reference_logprobs(batch))
+        assert np.array_equal(start, np.concatenate(backend.logprobs(batch)))
+        order = [int(index) for item in batch.micro_batches for index in item.sample_index]
+        for index, scores in zip(order, backend.reference_logprobs(batch), strict=True):
+            samples[index].ref_log_probs = scores + 1.0
+        metrics = backend.step(toolbox.batch(samples).for_rank(0))
+        backend.save(tmp_path, extra={"step": 1})
+        backend.load_checkpoint(tmp_path)
+        moved = np.abs(np.concatenate(backend.logprobs(batch)) - start).max()
+        return metrics, moved, np.abs(np.concatenate(backend.reference_logprobs(batch)) - start).max()
+
+    metrics, moved, drift = ranks(body, 2 if parallel else 1)[0]
+    assert metrics["train/kl"] == pytest.approx(0.5, rel=1e-4), "k2 of a difference of 1"
+    assert moved > 1e-4
+    assert drift == 0.0
+
+
+def test_no_reference_is_kept_when_nothing_needs_it(ranks, toolbox, model_dir):
+    from miles.train.errors import TrainError
+
+    def act(backend):
+        backend.reference_logprobs(toolbox.batch(toolbox.samples()).for_rank(0))
+
+    with pytest.raises(TrainError, match=r"no reference model.*algo\.kl\.where"):
+        ranks(one(toolbox, model_dir, act), 1)
