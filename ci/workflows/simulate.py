@@ -164,19 +164,7 @@ class _Run:
             if is_truthy(job.gate(Env(self.env.contexts, alive))):
                 return "the run was cancelled"
         gate = "" if job.states_status else "implicit success() and "
-        return f"if is false: {gate}{self.false_part(job.condition)}"
-
-    def false_part(self, condition: str) -> str:
-        """The first outermost conjunct that is false, with the values it read; the whole when none stands alone."""
-        parts = [part.removesuffix(" &&") for part in fold(condition)]
-        whole = len(parts) == 1 or any(part.endswith(" ||") for part in parts)
-        for part in [condition] if whole else parts:
-            tree, evaluate = compiled(part, JOB_IF, STATUS_FUNCTIONS)
-            if not is_truthy(evaluate(self.env)):
-                paths = sorted(path for path in context_paths(tree) if "*" not in path)
-                values = [f"{'.'.join(path)}={to_text(_read(self.env.contexts, path))!r}" for path in paths]
-                return f"{part} [{', '.join(values)}]"
-        return condition
+        return f"if is false: {gate}{false_part(job.condition, self.env)}"
 
     def expand(self) -> list[dict[str, Any]] | None:
         """Matrix legs, None without a matrix. Uses `include`/`exclude` as GitHub does for added legs."""
@@ -278,6 +266,24 @@ class _Run:
         return {name: to_text(interpolate(spec["value"], env)) for name, spec in declared.items()}
 
 
+def false_part(condition: str, env: Env) -> str:
+    """The first outermost conjunct that is false, with the values it read; the whole when none stands alone."""
+    parts = [part.removesuffix(" &&") for part in fold(condition)]
+    whole = len(parts) == 1 or any(part.endswith(" ||") for part in parts)
+    for part in [condition] if whole else parts:
+        tree, evaluate = compiled(part, JOB_IF, STATUS_FUNCTIONS)
+        if not is_truthy(evaluate(env)):
+            paths = sorted(path for path in context_paths(tree) if "*" not in path)
+            values = [f"{'.'.join(path)}={to_text(_read(env.contexts, path))!r}" for path in paths]
+            return f"{part} [{', '.join(values)}]"
+    return condition
+
+
+def counts_as_passed(result: str) -> bool:
+    """Whether GitHub lets a required check with this result through: a skipped one passes, so a gate never skips."""
+    return result in ("success", "skipped")
+
+
 def _read(contexts: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     value: Any = contexts
     for part in path:
@@ -345,4 +351,15 @@ def local_resolver(workflows: Mapping[str, Workflow]) -> Resolver:
     return resolve
 
 
-__all__ = ["JOB_IF", "Event", "JobState", "Outcome", "expand_matrix", "local_resolver", "simulate", "worst"]
+__all__ = [
+    "JOB_IF",
+    "Event",
+    "JobState",
+    "Outcome",
+    "counts_as_passed",
+    "expand_matrix",
+    "false_part",
+    "local_resolver",
+    "simulate",
+    "worst",
+]

@@ -18,7 +18,7 @@ from ci.workflows.expr import Env, context_paths, is_truthy, status_functions
 from ci.workflows.expr.values import normalise
 from ci.workflows.model import Job, Workflow
 from ci.workflows.rules import Rule, State, rules_for
-from ci.workflows.simulate import RESULTS, Event, Outcome, local_resolver, simulate
+from ci.workflows.simulate import RESULTS, Event, Outcome, false_part, local_resolver, simulate
 
 CADENCES = ("regular", "nightly", "weekly", "release")
 
@@ -33,6 +33,7 @@ class Violation:
     why: str
     differences: tuple[tuple[str, str], ...]
     condition: str
+    because: str = ""
 
     @property
     def weight(self) -> int:
@@ -43,7 +44,10 @@ class Violation:
         lines = [f"{self.file}: job {self.job} {verbs[0] if self.must_run else verbs[1]} when"]
         lines += [f"    {name:<28} {value}" for name, value in self.differences]
         lines += ["    everything else              quiet: regular, success, selected, not cancelled"]
-        return "\n".join([*lines, f"  rule: {self.why}", f"  if:   {self.condition}"])
+        lines.append(f"  rule: {self.why}")
+        return "\n".join(
+            [*lines, f"  because it is false that {self.because}" if self.because else f"  if:   {self.condition}"]
+        )
 
 
 def job_outputs(job_id: str, state: State, fleet: Fleet) -> dict[str, str]:
@@ -118,8 +122,8 @@ def states_of(workflow: Workflow, job: Job, rule: Rule) -> Iterator[State]:
                 yield State(assigned, selected, cadence, bypass, image, cancelled, event)
 
 
-def runs(workflow: Workflow, job: Job, state: State, fleet: Fleet) -> bool:
-    """Whether the condition lets the job run in a state (results as given, not derived)."""
+def environment(workflow: Workflow, job: Job, state: State, fleet: Fleet) -> Env:
+    """What the condition of a job sees in a state (results as given, not derived)."""
     needs = {
         name: {"result": state.results.get(name, "success"), "outputs": job_outputs(name, state, fleet)}
         for name in job.needs
@@ -132,7 +136,12 @@ def runs(workflow: Workflow, job: Job, state: State, fleet: Fleet) -> bool:
         "cancelled": lambda: state.cancelled,
         "always": lambda: True,
     }
-    return is_truthy(job.gate(Env({"needs": needs, "github": github, "inputs": {}, "vars": {}}, functions)))
+    return Env({"needs": needs, "github": github, "inputs": {}, "vars": {}}, functions)
+
+
+def runs(workflow: Workflow, job: Job, state: State, fleet: Fleet) -> bool:
+    """Whether the condition lets the job run in a state."""
+    return is_truthy(job.gate(environment(workflow, job, state, fleet)))
 
 
 def walk_job(
@@ -156,9 +165,11 @@ def walk_job(
         if key not in seen:
             seen[key] = runs(workflow, job, state, fleet)
         if seen[key] != must:
-            found = Violation(
-                name, job.id, must, rule.why, _differences(state, rule), job.condition or "(none: implicit success())"
+            condition = job.condition or "(none: implicit success())"
+            because = (
+                false_part(job.condition, environment(workflow, job, state, fleet)) if must and job.condition else ""
             )
+            found = Violation(name, job.id, must, rule.why, _differences(state, rule), condition, because)
             if best is None or found.weight < best.weight:
                 best = found
             if first:

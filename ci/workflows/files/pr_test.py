@@ -84,12 +84,12 @@ def _plan_job(fleet: Fleet, suites: list[str], *, needs: tuple[str, ...] = (), r
             1, checkout(name="Check out the tested commit as data", ref=ref, path="pr-source", unsafe_pr=True, depth=0)
         )
     steps += [
-        run("Plan", script, env=env | {"GITHUB_TOKEN": "${{ github.token }}"}, step_id="plan"),
+        run("Plan", script, env=env, step_id="plan"),
         upload("plan-rocm" if rocm else "plan", "plan.json", when=None),
     ]
     return job(
         steps=steps,
-        permissions=READ | {"pull-requests": "read"},
+        permissions=READ,
         minutes=10,
         needs=needs,
         condition=both(ALIVE, *[succeeded(n) for n in needs]) if needs else None,

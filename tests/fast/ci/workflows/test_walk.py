@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from ci.workflows.emit import fold
 from ci.workflows.lint import job_rules, lint
 from ci.workflows.model import Workflow, WorkflowError
 from ci.workflows.rules import GATING_TABLE, rules_for
+from ci.workflows.simulate import counts_as_passed
 from ci.workflows.walk import Violation, walk, walk_job
 
 LIMIT_S = 30
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_every_job_of_every_file_obeys_its_rule_in_every_state(workflows: Mapping[str, Workflow], fleet: Fleet) -> None:
@@ -140,6 +143,7 @@ def test_the_counterexample_says_what_to_look_at(workflows: Mapping[str, Workflo
     assert violation.weight == 2  # one bad result and one bypass, nothing else
     assert any("needs.stage-a-cpu.result" in line for line in lines)
     assert lines[-2] == "  rule: gating table"
+    assert violation.text() in (ROOT / "docs/ci/workflows.md").read_text()  # the guide shows this very case
 
 
 def test_a_new_job_without_a_rule_and_a_missing_job_are_findings(
@@ -162,3 +166,14 @@ def test_a_condition_github_would_refuse_is_an_error_and_not_a_pass(workflows: M
     raw = mutate(workflows["pr-test.yml"].raw, "ci-gate", "always() && secrets.X")
     with pytest.raises(WorkflowError, match="unknown context"):
         Workflow.from_dict(raw)
+
+
+def test_the_required_check_is_never_skipped_because_a_skipped_one_would_pass(
+    workflows: Mapping[str, Workflow],
+) -> None:
+    assert counts_as_passed("skipped")
+    assert not counts_as_passed("cancelled")
+    for name in ("pr-test.yml", "pr-test-rocm.yml"):
+        gate = workflows[name].jobs["ci-gate"]
+        assert gate.condition == "always()"
+        assert set(gate.needs) == set(workflows[name].jobs) - {"ci-gate"}
