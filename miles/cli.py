@@ -12,6 +12,7 @@ from rich.console import Console
 
 from miles.config import environment
 from miles.config.errors import ConfigError, MilesError
+from miles.quant.cli import convert_app
 
 INTERRUPTED = 130
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(no_args_is_help=True, help="Look at recipes without starting anything.")
 app.add_typer(recipe_app, name="recipe")
+app.add_typer(convert_app, name="convert")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="recipe file, e.g. recipes/quickstart.yaml")]
 Overrides = Annotated[
@@ -143,6 +145,29 @@ def recipe_list(folder: Annotated[Path, typer.Argument(help="folder of recipes")
     for path in paths:
         loaded = load(path)
         typer.echo(f"{path}  [{loaded.evidence.status}]  {loaded.description}")
+
+
+@convert_app.command("hf-to-mcore")
+def hf_to_mcore(
+    source: Annotated[Path, typer.Argument(help="Hugging Face model folder")],
+    target: Annotated[Path, typer.Argument(help="checkpoint folder to write iter_0 to")],
+) -> None:
+    """Write a Hugging Face model as step 0 of a run; any mesh loads it."""
+    from miles.train.convert import hf_to_checkpoint
+
+    typer.echo(f"wrote {hf_to_checkpoint(source, target)}")
+
+
+@convert_app.command("mcore-to-hf")
+def mcore_to_hf(
+    source: Annotated[Path, typer.Argument(help="checkpoint folder of a run, or one iter_<n>")],
+    target: Annotated[Path, typer.Argument(help="Hugging Face folder to write")],
+    tokenizer: Annotated[Path | None, typer.Option(help="folder to take tokenizer files from")] = None,
+) -> None:
+    """Write the policy of a training checkpoint as a Hugging Face model."""
+    from miles.train.convert import checkpoint_to_hf
+
+    typer.echo(f"wrote {checkpoint_to_hf(source, target, tokenizer_dir=tokenizer)}")
 
 
 def main() -> None:
