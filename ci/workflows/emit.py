@@ -115,7 +115,9 @@ def _item(value: Any, indent: int) -> Iterator[str]:
 
 
 def scalar_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z_][\w./-]*", key) else json.dumps(key)
+    """Plain where every reader sees the same string; `on` stays plain because GitHub's files are written so."""
+    plain = key == "on" or (re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", key) and not _NOT_STRINGS.fullmatch(key))
+    return key if plain else json.dumps(key, ensure_ascii=False)
 
 
 def to_yaml(value: dict[str, Any], *, header: str = "") -> str:
