@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,12 @@ from typing import Any
 
 import pytest
 
+from ci.bot.github import Client
 from ci.bot.marker import Marker, parse_marker
+from ci.bot.outcome import Verdict
+from ci.bot.rerun.comment import Row, final_body
+from ci.bot.rerun.report import collect, report
+from ci.bot.rerun.request import Request
 from ci.fleet import Fleet
 from ci.workflows.generate import render
 from ci.workflows.model import Workflow
@@ -417,3 +423,72 @@ def test_gateway_needs_less_than_a_second_from_start_to_dispatch(hub: GitHub, jo
     job("gateway", event=event)
     assert hub.dispatched
     assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_comment_that_vanishes_between_read_and_edit_is_replaced(start: Any, hub: GitHub, status: int) -> None:
+    rerun = start()
+    rerun.announce()
+    rerun.resolve()
+    rerun.leg("stage-a-cpu", "failure")
+    comment_id = rerun.only()[0]["id"]
+    hub.faults.append(Fault("PATCH", f"/issues/comments/{comment_id}", status=status))
+    del hub.comments[comment_id]
+    rerun.report()
+    assert rerun.only()[1].state == "failed"
+
+
+def test_two_finalisers_at_once_write_the_same_single_terminal_comment(start: Any, hub: GitHub, client: Client) -> None:
+    rerun = start()
+    rerun.announce()
+    rerun.resolve()
+    rerun.leg("stage-a-cpu", "failure")
+    request = Request.from_environment(rerun.env)
+    comment_id = rerun.only()[0]["id"]
+
+    def finish() -> None:
+        finding = collect(client, rerun.run_id, 1, "success", {"stage-a-cpu": "cpu"})
+        report(
+            client,
+            request,
+            finding,
+            run_id=rerun.run_id,
+            attempt=1,
+            run_url="https://x",
+            comment_id=comment_id,
+            check_id=0,
+            bot_id=BOT_ID,
+        )
+
+    threads = [threading.Thread(target=finish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rerun.only()[1].state == "failed"
+
+
+def test_a_lost_answer_to_the_announcement_leaves_one_comment(start: Any, hub: GitHub) -> None:
+    rerun = start()
+    hub.faults.append(Fault("POST", "/issues/12/comments", status=0, when="after"))
+    rerun.announce()
+    assert rerun.only()[1].state == "running"
+
+
+def test_announcing_twice_reuses_comment_and_check_run(start: Any, hub: GitHub) -> None:
+    rerun = start()
+    first, second = rerun.announce(), rerun.announce()
+    assert (first["comment_id"], first["check_id"]) == (second["comment_id"], second["check_id"])
+    assert len(hub.checks) == 1
+
+
+def test_a_body_that_would_be_too_long_keeps_its_marker_and_its_limit() -> None:
+    request = Request(1, HEAD, "tests/fast/test_x.py", "", "", "0" * 32, 1, "maria", {})
+    rows = [
+        Row(f"suite-{n}", "cpu", "failure", 1.0, "https://x", 5, tuple(f"tests/{'y' * 250}_{k}" for k in range(12)))
+        for n in range(60)
+    ]
+    body = final_body(request, 1, 1, "https://x", Verdict("failed"), rows)
+    assert len(body) <= 65_536
+    assert parse_marker(body) == Marker("rerun", "0" * 32, 1, 1, "failed", HEAD)
+    assert "shortened" in body
