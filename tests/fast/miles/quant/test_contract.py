@@ -1,0 +1,104 @@
+"""The contract: every field that must agree is compared, legacy checkpoints are refused, tampering is seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
+from miles.quant import contract
+from miles.quant.contract import FourOverSix, nvfp4_contract
+from miles.quant.errors import ContractMismatch, QuantConfigError
+
+CONFIG = NVFP4QDQConfig(True, error_mode=ErrorMode.MSE, error_use_fast_math=True)
+NAMES = ("a.mlp.experts.0.gate_proj.weight", "a.mlp.experts.0.up_proj.weight")
+
+
+def make() -> contract.QuantContract:
+    return nvfp4_contract(CONFIG, NAMES, source_digest="s", producer={"conversion": "test"}, ignore=("a.",))
+
+
+CHANGES = {
+    "format": "mxfp4",
+    "block": (1, 32),
+    "scale_dtype": "e8m0",
+    "decode": "stored",
+    "scope_digest": "other",
+    "gate_up_shared": False,
+    "ignore": ("b.",),
+}
+
+
+@pytest.mark.parametrize("field", list(CHANGES))
+def test_contract_mismatch_names_field_and_both_values(field: str) -> None:
+    mine = make()
+    other = mine.model_copy(update={field: CHANGES[field]})
+    with pytest.raises(ContractMismatch) as error:
+        contract.require_equal(mine, other, where="engine launch")
+    text = str(error.value)
+    assert text.startswith("engine launch: quantisation contracts differ in ")
+    assert f"{field}: expected {getattr(mine, field)!r}, found {getattr(other, field)!r}" in text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("on", False), ("e4m3_max", 256), ("error_mode", "MAE"), ("domain", "exact")]
+)
+def test_contract_mismatch_inside_4over6(field: str, value) -> None:
+    mine = make()
+    other = mine.model_copy(update={"four_over_six": mine.four_over_six.model_copy(update={field: value})})
+    with pytest.raises(ContractMismatch, match=rf"four_over_six\.{field}: expected .*, found {value!r}"):
+        contract.require_equal(mine, other, where="export")
+
+
+def test_every_compared_field_has_a_case() -> None:
+    assert set(contract.COMPARED) == {*CHANGES, "four_over_six"}
+    assert set(FourOverSix.model_fields) == {"on", "e4m3_max", "error_mode", "domain"}
+
+
+def test_source_and_producer_may_differ() -> None:
+    other = make().model_copy(update={"source_digest": "t", "producer": {"conversion": "trainer"}})
+    contract.require_equal(make(), other, where="x")
+
+
+def test_a_scope_difference_shows_a_tensor() -> None:
+    other = nvfp4_contract(CONFIG, NAMES[:1], source_digest="s", producer={}, ignore=("a.",))
+    with pytest.raises(ContractMismatch, match=r"for example a\.mlp\.experts\.0\.up_proj\.weight"):
+        contract.require_equal(make(), other, where="x")
+
+
+def test_written_contract_reads_back_equal_with_its_rounding(tmp_path: Path) -> None:
+    digest = contract.write(tmp_path, make())
+    assert contract.read(tmp_path) == make()
+    assert contract.read(tmp_path).digest() == digest
+    assert contract.read(tmp_path).nvfp4() == CONFIG
+
+
+def test_a_changed_contract_no_longer_fits_the_config(tmp_path: Path) -> None:
+    digest = contract.write(tmp_path, make())
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {contract.DIGEST_KEY: digest}}))
+    contract.read(tmp_path)
+    path = tmp_path / contract.FILE
+    path.write_text(path.read_text().replace('"MSE"', '"MAE"'))
+    with pytest.raises(ContractMismatch, match="quantization_contract_digest"):
+        contract.read(tmp_path)
+
+
+def test_legacy_refused(tmp_path: Path) -> None:
+    save_file({"a.mlp.experts.0.up_proj.weight_scale": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(QuantConfigError, match=r"miles convert requantise.*--accept-legacy"):
+        contract.read(tmp_path)
+    with pytest.raises(QuantConfigError, match="missing: block, scale_dtype, decode"):
+        contract.read(tmp_path, legacy={"format": "nvfp4", "four_over_six": {}, "tensors": [], "gate_up_shared": True})
+    stated = make().model_dump(mode="json", exclude={"scope_digest", "source_digest", "producer", "lossless"})
+    contract.require_equal(make(), contract.read(tmp_path, legacy=stated), where="launch")
+
+
+def test_quantised_shared_experts_are_refused_even_with_a_contract(tmp_path: Path) -> None:
+    contract.write(tmp_path, make())
+    save_file({"a.mlp.shared_experts.up_proj.weight_scale": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(QuantConfigError, match="shared experts are quantised"):
+        contract.read(tmp_path)
