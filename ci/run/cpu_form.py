@@ -84,6 +84,7 @@ class _CpuForm:
         self, units: Sequence[RunUnit], name: str, attempt: int, *, shared: bool
     ) -> tuple[ProcessEvidence, pytest_process.Files]:
         job = self._shard.job
+        self._shard.remember_sources(units)
         files = pytest_process.Files.below(job.folder, name, attempt)
         extra = {
             **lease_environment(self._lease, "cpu"),

@@ -96,6 +96,7 @@ class _GpuForm:
         if not_ready is not None:
             return not_ready, None, None
         job = self._shard.job
+        self._shard.remember_sources([unit])
         files = pytest_process.Files.below(job.folder, unit.id, number)
         extra = {
             **lease_environment(lease, self._backend),

@@ -48,6 +48,7 @@ class ShardRun:
     stop_reason: str = ""
     failures: int = 0
     started: float = field(default_factory=time.monotonic)
+    _sources: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def left_s(self) -> float:
@@ -79,6 +80,12 @@ class ShardRun:
         cause = judgement.cause
         return bool(cause and cause.allows(attempt) and few and not self.cancel.is_set() and not self.stop_reason)
 
+    def remember_sources(self, units: Sequence[RunUnit]) -> None:
+        """Keep the source that is about to run: what is compared with the collected tests must be the same text."""
+        for unit in units:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                self._sources[unit.path] = (self.job.root / unit.path).read_text(encoding="utf-8-sig")
+
     def judge(self, unit: RunUnit, process: ProcessEvidence) -> Judgement:
         judgement = outcome.judge(unit, process, self._dark(unit, process), self.job.retry_rows)
         if judgement.cause is not None and judgement.cause.action == "stop_host":
@@ -90,9 +97,8 @@ class ShardRun:
         evidence = process.observed.files.get(unit.path)
         if evidence is None or unit.nodes or evidence.skipped_whole is not None or evidence.collection_failures:
             return []
-        with contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError):
-            source = (self.job.root / unit.path).read_text(encoding="utf-8-sig")
-            return dark.find(source, [*evidence.items, *unit.deselect])
+        with contextlib.suppress(SyntaxError):
+            return dark.find(self._sources.get(unit.path, ""), [*evidence.items, *unit.deselect])
         return []
 
 
