@@ -378,3 +378,13 @@ def test_no_reference_is_kept_when_nothing_needs_it(ranks, toolbox, model_dir):
 
     with pytest.raises(TrainError, match=r"no reference model.*algo\.kl\.where"):
         ranks(one(toolbox, model_dir, act), 1)
+
+
+def test_a_token_outside_the_vocabulary_is_named(ranks, toolbox, model_dir):
+    from miles.train.errors import TrainError
+
+    def act(backend):
+        backend.step(toolbox.batch(toolbox.samples(vocab=40)).for_rank(0))
+
+    with pytest.raises(TrainError, match=r"holds token id \d+, but the model's vocabulary has 15 tokens"):
+        ranks(one(toolbox, model_dir, act), 1)
