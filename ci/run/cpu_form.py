@@ -5,6 +5,7 @@ No accelerator is visible to the tests. One lease gives the whole shard its port
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from ci.run import pytest_process, results
@@ -93,6 +94,8 @@ class _CpuForm:
             "MILES_CI_UNIT": units[0].id if len(units) == 1 else job.info.suite,
         }
         base = with_visibility(job.env, (), "cpu")
+        # Workers that each start a thread for every core get in each other's way.
+        base.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.workers)))
         env = pytest_process.environment(base, job.root, files, extra, gpu=False)
         title = f"{name}: {len(units)} file(s)" if len(units) > 1 else units[0].id
         follower = self._shard.console.follow(title + (f" (attempt {attempt})" if attempt > 1 else ""), files.log)
