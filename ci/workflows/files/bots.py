@@ -10,6 +10,7 @@ from typing import Any
 
 from ci.fleet import Fleet
 from ci.workflows.parts import (
+    Step,
     app_token,
     both,
     call,
@@ -26,7 +27,8 @@ from ci.workflows.parts import (
 
 READ = {"contents": "read"}
 TOKEN = {"GITHUB_TOKEN": "${{ github.token }}"}
-APP = {"APP_ID": "${{ vars.MILES_CI_APP_ID }}", "APP_TOKEN": "${{ steps.app.outputs.token }}"}
+APP_ID = {"APP_ID": "${{ vars.MILES_CI_APP_ID }}"}
+APP = APP_ID | {"APP_TOKEN": "${{ steps.app.outputs.token }}"}
 _REQUEST = {
     "COMMAND_COMMENT_ID": "${{ inputs.command_comment_id }}",
     "DIRECTIVES": "${{ inputs.directives }}",
@@ -38,6 +40,13 @@ _REQUEST = {
     "TEST_FILE": "${{ inputs.test_file }}",
     "TEST_NODE": "${{ inputs.node }}",
 }
+
+
+def _always(steps: list[Step]) -> list[Step]:
+    """Every step runs also in a cancelled run: a report that is skipped would leave "running" behind."""
+    return [
+        {"name": step["name"], "if": "always()", **{k: v for k, v in step.items() if k != "name"}} for step in steps
+    ]
 
 
 def _input(description: str, *, required: bool = True) -> dict[str, Any]:
@@ -131,7 +140,7 @@ def rerun_test() -> dict[str, Any]:
             run(
                 "Resolve the request",
                 "python -m ci bot resolve --root pr-source",
-                env=TOKEN | _REQUEST,
+                env=TOKEN | _REQUEST | APP_ID,
                 step_id="resolve",
             ),
         ],
@@ -157,7 +166,7 @@ def rerun_test() -> dict[str, Any]:
         "PLANNED": "${{ needs.resolve.outputs.planned }}",
     }
     report = job(
-        steps=[*trusted_tools(), run("Report", "python -m ci bot report", env=TOKEN | _REQUEST | env)],
+        steps=_always([*trusted_tools(), run("Report", "python -m ci bot report", env=TOKEN | _REQUEST | env)]),
         permissions=writes | {"actions": "read"},
         needs=names,
         condition="always()",
@@ -231,7 +240,9 @@ if (( size > 1048576 )); then echo "the patch has $size bytes, more than 1 MiB" 
         "jobs": {
             "format": job(steps=steps, permissions=READ, outputs=outputs_of("format", ["size"])),
             "report": job(
-                steps=[*trusted_tools(), run("Tell how to apply it", "python -m ci bot lint-report", env=report_env)],
+                steps=_always(
+                    [*trusted_tools(), run("Tell how to apply it", "python -m ci bot lint-report", env=report_env)]
+                ),
                 permissions=READ | {"pull-requests": "write"},
                 needs=["format"],
                 condition="always()",

@@ -13,7 +13,7 @@ DEFAULT_BRANCH = "main"
 
 
 def docker_build(fleet: Fleet) -> dict[str, Any]:
-    paths = sorted({glob for image in fleet.images.values() for glob in image.key_files})
+    paths = sorted({"docker/images.yaml", *(glob for image in fleet.images.values() for glob in image.key_files)})
     env = {
         "GITHUB_TOKEN": "${{ github.token }}",
         "IMAGE": "${{ inputs.image }}",

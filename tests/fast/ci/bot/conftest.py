@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import pytest
 
 from ci.bot.github import Client
 from ci.cli import main
+from ci.fleet import Fleet
+from ci.workflows.generate import render
+from ci.workflows.model import parse_yaml
 from tests.fast.ci.bot.helpers.github_server import APP_ID, APP_TOKEN, BOT_ID, REPO, TOKEN, GitHub
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -84,6 +89,19 @@ def checkout(tmp_path: Path) -> Path:
 Job = Callable[..., tuple[int, dict[str, str]]]
 
 
+@cache
+def declared_environment() -> dict[str, set[str]]:
+    """Bot job -> names that the generated workflow really passes to it."""
+    found: dict[str, set[str]] = {}
+    for text in render(Fleet.load(ROOT / "registry.yaml")).values():
+        for body in parse_yaml(text)["jobs"].values():
+            for step in body.get("steps") or []:
+                for name in re.findall(r"python -m ci bot ([a-z-]+)", step.get("run", "")):
+                    names = set(step.get("env") or {})
+                    found[name] = found[name] & names if name in found else names
+    return found
+
+
 @pytest.fixture
 def job(hub: GitHub, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     """Run `miles-ci bot NAME` as a workflow would: environment in, exit code and outputs out."""
@@ -97,7 +115,15 @@ def job(hub: GitHub, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     def run(name: str, *args: str, event: dict[str, Any] | None = None, **env: str) -> tuple[int, dict[str, str]]:
         folder = tmp_path / f"step-{next(counter)}"
         folder.mkdir()
-        values = base | env | {"GITHUB_OUTPUT": str(folder / "output"), "GITHUB_STEP_SUMMARY": str(folder / "summary")}
+        values = base | env
+        # Nothing reaches a job that its workflow step does not pass (GITHUB_* beside the token is the runner's).
+        passed = declared_environment()[name]
+        values = {
+            key: value
+            for key, value in values.items()
+            if key in passed or (key.startswith("GITHUB_") and key != "GITHUB_TOKEN")
+        }
+        values |= {"GITHUB_OUTPUT": str(folder / "output"), "GITHUB_STEP_SUMMARY": str(folder / "summary")}
         if event is not None:
             (folder / "event.json").write_text(json.dumps(event))
             values["GITHUB_EVENT_PATH"] = str(folder / "event.json")
