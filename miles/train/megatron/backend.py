@@ -273,7 +273,12 @@ class MegatronBackend:
                 f"schedule with micro_batch_multiple={parallel.pp}"
             )
         return to_inputs(
-            batch.micro_batches, self.config.parallel, self.mesh, self.platform.device, share=self.config.share_prompts
+            batch.micro_batches,
+            parallel,
+            self.mesh,
+            self.platform.device,
+            vocab_size=self.model.vocab_size,
+            share=self.config.share_prompts,
         )
 
     @property

@@ -46,12 +46,20 @@ def to_inputs(
     mesh: Mesh,
     device: torch.device,
     *,
+    vocab_size: int,
     share: bool = False,
 ) -> list[ModelInput]:
-    """Move micro-batches to the device, cut for this context-parallel rank.
+    """Move micro-batches to the device, cut for this context-parallel rank. A token outside the vocabulary is an error.
 
     `share`: compute each distinct prompt once (not under context parallelism, where a slice has few whole prompts).
     """
+    for batch in micro_batches:
+        low, high = int(batch.input_ids.min()), int(batch.input_ids.max())
+        if low < 0 or high >= vocab_size:
+            raise TrainError(
+                f"a micro-batch holds token id {high if high >= vocab_size else low}, but the model's vocabulary has "
+                f"{vocab_size} tokens; the tokenizer and the model folder do not belong together"
+            )
     multiple = parallel.tp if parallel.sp else 1
     if parallel.cp > 1:
         kind = Zigzag if parallel.cp_layout == "zigzag" else ContiguousAllGather
