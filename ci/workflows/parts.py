@@ -99,7 +99,8 @@ def upload(name: str, path: str, *, when: str | None = "always()", missing: str 
     if when:
         step["if"] = when
     step["uses"] = action("actions/upload-artifact")
-    step["with"] = {"if-no-files-found": missing, "name": name, "path": path, "retention-days": days}
+    # A rerun of failed jobs uploads under the same name again.
+    step["with"] = {"if-no-files-found": missing, "name": name, "overwrite": True, "path": path, "retention-days": days}
     return step
 
 

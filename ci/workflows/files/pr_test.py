@@ -139,7 +139,7 @@ def _image_jobs(
     }
     jobs["resolve-image"] = job(
         steps=[
-            checkout(name="Check out the harness"),
+            checkout(name="Check out the harness", ref=ref or None),
             setup_python(),
             install_ci(),
             run("Turn the tag into a digest", script, env=env, step_id="image"),
@@ -188,7 +188,8 @@ def _stage(fleet: Fleet, suite: str, *, ref: str, before: tuple[str, ...] = ()) 
     )
 
 
-def _gate_job(needs: list[str], suites: list[str], lane: str = "") -> dict[str, Any]:
+def _gate_job(needs: list[str], suites: list[str], *, ref: str | None, lane: str = "") -> dict[str, Any]:
+    """`ref` None: the default branch's harness judges (privileged workflow)."""
     script = 'python -m ci bot gate --suites "$SUITES" --plan plan --results results --output merged'
     env = {
         "CANCELLED": "${{ steps.cancelled.outputs.value }}",
@@ -197,7 +198,7 @@ def _gate_job(needs: list[str], suites: list[str], lane: str = "") -> dict[str, 
     }
     steps = [
         run("Note a cancelled run", 'echo "value=true" >> "$GITHUB_OUTPUT"', when="cancelled()", step_id="cancelled"),
-        checkout(name="Check out the harness"),
+        checkout(name="Check out the harness", ref=ref),
         setup_python(),
         install_ci(),
         # By pattern: an absent plan is the gate's verdict to give, not a failed download.
@@ -231,7 +232,7 @@ def pr_test(fleet: Fleet) -> dict[str, Any]:
     if cuda:
         jobs |= _image_jobs(base, ["plan", *gates], default_image(fleet, "cuda"), env, REF, build=True)
         jobs |= {suite: _stage(fleet, suite, ref=REF) for suite in cuda}
-    jobs["ci-gate"] = _gate_job(list(jobs), [*cpu, *cuda])
+    jobs["ci-gate"] = _gate_job(list(jobs), [*cpu, *cuda], ref=REF)
     return {
         "name": "PR Test",
         "on": {
@@ -301,7 +302,7 @@ def pr_test_rocm(fleet: Fleet) -> dict[str, Any]:
     base = both(ALIVE, succeeded("authorise"), succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'")
     jobs |= _image_jobs(base, ["authorise", "plan"], default_image(fleet, "rocm"), env, "", build=False)
     jobs |= {suite: _stage(fleet, suite, ref=ref, before=("authorise",)) for suite in rocm}
-    jobs["ci-gate"] = _gate_job(list(jobs), rocm, "-rocm")
+    jobs["ci-gate"] = _gate_job(list(jobs), rocm, ref=None, lane="-rocm")
     return {
         "name": "PR Test (ROCm)",
         # The commit in the name is how a dispatched run is found again; the request id proves the dispatch.
