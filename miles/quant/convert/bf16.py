@@ -14,7 +14,7 @@ from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.quant.codecs import fp8_block, nvfp4
 from miles.quant.contract import QuantContract, nvfp4_contract, scope_digest
 from miles.quant.convert.planning import compact_excludes, decoder_layers, keep, producer
-from miles.quant.convert.run import Item, Plan, TensorReport, digest_of, execute
+from miles.quant.convert.run import Done, Item, Plan, TensorReport, execute
 from miles.quant.convert.shards import Source, TensorSpec
 from miles.quant.errors import ConversionError
 from miles.quant.packed import stored_names
@@ -87,14 +87,14 @@ def nvfp4_item(
         ),
     )
 
-    def run() -> tuple[list[torch.Tensor], TensorReport]:
+    def run() -> Done:
         source = load()
-        report = TensorReport(name, "nvfp4", sha256_in=digest_of([source]))
+        report = TensorReport(name, "nvfp4")
         packed = nvfp4.quantize(source, config, amax=maxima.of(name, source, partner), name=name)
         back = nvfp4.dequantize(packed, config, torch.float32)
         report.max_abs_error = float((back - source.float()).abs().max())
         scales = [packed.weight_scale_2, torch.ones_like(packed.weight_scale_2)]
-        return [packed.weight, packed.weight_scale.view(torch.float8_e4m3fn), *scales], report
+        return Done([packed.weight, packed.weight_scale.view(torch.float8_e4m3fn), *scales], report, [source])
 
     return Item(shard, specs, run)
 
@@ -163,12 +163,13 @@ def _fp8_item(source: Source, name: str, scale: fp8_block.ScaleKind) -> Item:
         TensorSpec(f"{name}_scale_inv", "F32" if scale == "fp32" else "F8_E8M0", grid),
     )
 
-    def run() -> tuple[list[torch.Tensor], TensorReport]:
+    def run() -> Done:
         weight = source.load(name)
-        report = TensorReport(name, "fp8_128x128", tiles=grid[0] * grid[1], sha256_in=digest_of([weight]))
+        report = TensorReport(name, "fp8_128x128", tiles=grid[0] * grid[1])
         q, s = fp8_block.quantize(weight, scale=scale, name=name)
         report.max_abs_error = float((fp8_block.dequantize(q, s, torch.float32) - weight.float()).abs().max())
-        return [q.view(torch.float8_e4m3fn), s if scale == "fp32" else s.view(torch.float8_e8m0fnu)], report
+        stored = s if scale == "fp32" else s.view(torch.float8_e8m0fnu)
+        return Done([q.view(torch.float8_e4m3fn), stored], report, [weight])
 
     return Item(source.tensors[name].shard, specs, run)
 

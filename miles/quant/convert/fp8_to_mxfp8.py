@@ -13,7 +13,7 @@ from miles.kernels.formats import e8m0_decode, e8m0_encode
 from miles.quant.codecs.fp8_block import TILE
 from miles.quant.contract import QuantContract, scope_digest
 from miles.quant.convert.planning import keep, producer
-from miles.quant.convert.run import Item, Plan, TensorReport, digest_of, execute
+from miles.quant.convert.run import Done, Item, Plan, TensorReport, execute
 from miles.quant.convert.shards import Source, TensorSpec
 from miles.quant.errors import ConversionError
 
@@ -71,11 +71,11 @@ def _item(source: Source, name: str, scale: str) -> Item:
     rows, cols = source.tensors[name].spec.shape
     specs = (TensorSpec(name, "F8_E4M3", (rows, cols)), TensorSpec(scale, "F8_E8M0", (rows, cols // BLOCK)))
 
-    def run() -> tuple[list[torch.Tensor], TensorReport]:
+    def run() -> Done:
         weight, tile_scale = source.load(name), source.load(scale)
-        report = TensorReport(name, "mxfp8", tiles=tile_scale.numel(), sha256_in=digest_of([weight, tile_scale]))
+        report = TensorReport(name, "mxfp8", tiles=tile_scale.numel())
         code = repeat_scale(scale_bytes(tile_scale, scale), rows, cols)
-        return [weight, code.view(torch.float8_e8m0fnu)], report
+        return Done([weight, code.view(torch.float8_e8m0fnu)], report, [weight, tile_scale])
 
     return Item(source.tensors[name].shard, specs, run)
 

@@ -18,7 +18,7 @@ from miles.kernels.mxfp4_to_fp8 import reference
 from miles.kernels.mxfp4_to_fp8.reference import BLOCK, TILE, Converted
 from miles.quant.contract import QuantContract, scope_digest
 from miles.quant.convert.planning import keep, producer
-from miles.quant.convert.run import Item, Plan, TensorReport, digest_of, execute
+from miles.quant.convert.run import Done, Item, Plan, TensorReport, execute
 from miles.quant.convert.shards import Source, TensorSpec
 from miles.quant.errors import ConversionError
 
@@ -126,10 +126,9 @@ def _item(source: Source, w: Weight, as_mxfp8: bool, device: str) -> Item:
     scale_shape = (w.rows, w.cols // BLOCK) if as_mxfp8 else w.tiles
     specs = (TensorSpec(w.name, "F8_E4M3", (w.rows, w.cols)), TensorSpec(w.scale, "F8_E8M0", scale_shape))
 
-    def run() -> tuple[list[torch.Tensor], TensorReport]:
+    def run() -> Done:
         packed, scale = source.load(w.name).view(torch.uint8), source.load(w.scale).view(torch.uint8)
         report = TensorReport(w.name, "mxfp8" if as_mxfp8 else "fp8_128x128", tiles=w.tiles[0] * w.tiles[1])
-        report.sha256_in = digest_of([packed, scale])
         if as_mxfp8:
             q, out_scale = _exact_mxfp8(packed), scale
         else:
@@ -140,7 +139,7 @@ def _item(source: Source, w: Weight, as_mxfp8: bool, device: str) -> Item:
             report.lossy_elements = int(result.lossy.sum())
             if report.lossy_tiles:
                 report.max_abs_error = max_abs_error(packed, scale, result)
-        return [q.view(torch.float8_e4m3fn), out_scale.view(torch.float8_e8m0fnu)], report
+        return Done([q.view(torch.float8_e4m3fn), out_scale.view(torch.float8_e8m0fnu)], report, [packed, scale])
 
     return Item(shard, specs, run)
 

@@ -17,7 +17,7 @@ from miles.quant.codecs import fp8_block, nvfp4
 from miles.quant.contract import nvfp4_contract
 from miles.quant.convert.bf16 import PairMaxima, nvfp4_item, nvfp4_quantization_config, scope_of
 from miles.quant.convert.planning import compact_excludes, keep, producer
-from miles.quant.convert.run import Item, Plan, TensorReport, digest_of, execute
+from miles.quant.convert.run import Done, Item, Plan, TensorReport, execute
 from miles.quant.convert.shards import Source, TensorSpec
 from miles.quant.errors import ConversionError
 from miles.quant.packed import stored_names
@@ -80,9 +80,9 @@ def decoded_weights(source: Source) -> dict[str, Decoded]:
 
 
 def _bf16_item(source: Source, d: Decoded) -> Item:
-    def run() -> tuple[list[torch.Tensor], TensorReport]:
-        value = d.load()
-        return [value], TensorReport(d.name, "decoded to bf16", sha256_in=digest_of([source.load(n) for n in d.inputs]))
+    def run() -> Done:
+        inputs = [source.load(n) for n in d.inputs]
+        return Done([d.load()], TensorReport(d.name, "decoded to bf16"), inputs)
 
     return Item(source.tensors[d.name].shard, (TensorSpec(d.name, "BF16", d.shape),), run)
 

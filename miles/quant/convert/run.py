@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,22 @@ class TensorReport:
     sha256_out: str = ""
 
 
+@dataclass
+class Done:
+    """What an item gives: its output tensors in order, its report, and the inputs that the report's digest covers."""
+
+    tensors: list[torch.Tensor]
+    report: TensorReport
+    inputs: list[torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Item:
     """One unit of work: `outputs` are known from headers; `run` reads and computes them (None: copy the one input)."""
 
     shard: str
     outputs: tuple[TensorSpec, ...]
-    run: Callable[[], tuple[list[torch.Tensor], TensorReport]] | None = None
+    run: Callable[[], Done] | None = None
 
 
 @dataclass
@@ -122,21 +132,25 @@ def _write_shard(source: Source, target: Path, shard: str, items: Sequence[Item]
     specs = [spec for item in items for spec in item.outputs]
     writer = ShardWriter(target / shard, specs, metadata)
     reports: list[TensorReport] = []
+    hashing = ThreadPoolExecutor(2)
     try:
         for item in items:
             if item.run is None:
                 writer.write(item.outputs[0].name, source.load(item.outputs[0].name))
                 continue
-            tensors, report = item.run()
-            report.sha256_out = digest_of(tensors)
-            reports.append(report)
-            for spec, tensor in zip(item.outputs, tensors, strict=True):
+            done = item.run()
+            digests = [hashing.submit(digest_of, part) for part in (done.inputs, done.tensors)]
+            for spec, tensor in zip(item.outputs, done.tensors, strict=True):
                 writer.write(spec.name, tensor)
-            del tensors
+            done.report.sha256_in, done.report.sha256_out = (d.result() for d in digests)
+            reports.append(done.report)
+            del done
         writer.commit()
     except BaseException:
         writer.abort()
         raise
+    finally:
+        hashing.shutdown()
     return {
         "shard": shard,
         "bytes": (target / shard).stat().st_size,
