@@ -64,6 +64,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"max_staleness": 1}, algo={"correction": {"bypass": True}}), facts()),
         (recipe(rollout={"max_staleness": 1}), facts()),
     ),
+    "NVFP4-CONTRACT": (
+        (recipe(quant={"fake_qat": "nvfp4", "nvfp4": {}}, engine={"nvfp4_experts": {}}), facts(num_experts=8)),
+        (recipe(quant={"fake_qat": "nvfp4", "nvfp4": {}}), facts(num_experts=8)),
+    ),
     "EVIDENCE": ((recipe(), facts()), (recipe(evidence={"status": "bring-up"}), facts())),
 }
 
@@ -99,6 +103,14 @@ def test_teacher_and_foreign_engine_are_refused_by_name() -> None:
     assert "algo.opd_coef" in teacher.message
     (engine,) = findings("ROLLOUT-MODE", (recipe(engine={"engine": "sglang"}), facts()))
     assert engine.fix == "use engine.engine=embedded"
+
+
+def test_quantised_training_needs_experts_and_written_options() -> None:
+    both = {"quant": {"fake_qat": "nvfp4", "nvfp4": {}}, "engine": {"nvfp4_experts": {}}}
+    (dense,) = findings("NVFP4-CONTRACT", (recipe(**both), facts()))
+    assert "has no routed experts" in dense.message
+    (unwritten,) = findings("NVFP4-CONTRACT", (recipe(quant={"fake_qat": "nvfp4"}), facts(num_experts=8)))
+    assert unwritten.fix == "write the options out under quant.nvfp4"
 
 
 def test_parallel_error_lists_every_size_that_does_not_divide() -> None:
