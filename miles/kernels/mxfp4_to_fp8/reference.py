@@ -8,6 +8,7 @@ for every element. Edge tiles count existing blocks only; values are not padded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -46,6 +47,7 @@ def e4m3_of_half_units(half_units: int, shift: int) -> tuple[int, bool]:
     return code, remainder == 0
 
 
+@lru_cache(maxsize=1)
 def conversion_table() -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8 [20, 8], inexact bool [20, 8]) over shift -13..6 and E2M1 magnitude codes 0..7."""
     rows = [[e4m3_of_half_units(h, s) for h in HALF_UNITS] for s in range(SHIFT_MIN, SHIFT_MAX + 1)]
