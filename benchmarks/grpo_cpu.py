@@ -1,10 +1,13 @@
-"""GRPO from random weights on a CPU: `miles train recipes/quickstart.yaml` against TRL's GRPOTrainer, in one run.
+"""GRPO from random weights on a CPU: `miles train` against TRL's GRPOTrainer, in one run.
+
+Ours twice: recipes/quickstart.yaml (on policy, like TRL here) and recipes/quickstart_async.yaml (engine and trainer
+work at the same time, samples are at most one weight version old).
 
 Same task and scorer (copy three digits), same initial weights (TRL starts from the folder that our run created),
-same prompts a step, group size, sampling, learning rate, Adam betas, clipping, steps and threads per process. Both are
+same prompts a step, group size, sampling, entropy bonus, learning rate, Adam betas, clipping, steps and threads per process. Both are
 whole processes, watched from outside by one clock: a step's time is the time between two lines of its log.
 
-    python benchmarks/grpo_cpu.py [--seeds 0 1 2] [--steps 250] [--out benchmarks/results/grpo_cpu.json]
+    python benchmarks/grpo_cpu.py [--seeds 0 1 2] [--steps 200] [--out benchmarks/results/grpo_cpu.json]
 
 Prints a table and the ratios and writes them as JSON with date, hardware and command.
 """
@@ -27,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-RECIPE = REPOSITORY / "recipes" / "quickstart.yaml"
+RECIPES = {"ours": "quickstart.yaml", "ours-async": "quickstart_async.yaml"}
 TARGET, WINDOW, SKIP = 0.9, 5, 10
 TIMEOUT_S = 900.0
 POLL_S = 0.004
@@ -108,21 +111,21 @@ def measure(times: list[float], rewards: list[float], process_s: float) -> dict[
     }
 
 
-def run_ours(seed: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    name = f"bench-{seed}"
+def run_ours(peer: str, seed: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    name = f"{peer}-{seed}"
     options = [f"seed={seed}", f"name={name}", f"run.steps={args.steps}", f"run.directory={folder}", *args.set]
-    command = [str(Path(sys.executable).parent / "miles"), "train", str(RECIPE)]
+    command = [str(Path(sys.executable).parent / "miles"), "train", str(REPOSITORY / "recipes" / RECIPES[peer])]
     command += [part for option in options for part in ("--set", option)]
     log = folder / name / "metrics.jsonl"
     seconds, times, rows = watched(command, log, folder / f"{name}.out", args.steps)
     return measure(times, [row["rollout/reward_mean"] for row in rows], seconds)
 
 
-def run_trl(seed: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    log = folder / f"trl-{seed}.jsonl"
+def run_trl(peer: str, seed: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    log = folder / f"{peer}-{seed}.jsonl"
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "peers" / "trl_grpo.py"), "--seed", str(seed)]
     command += ["--steps", str(args.steps), "--out", str(log), "--lr", str(args.lr), "--clip-grad", str(args.clip_grad)]
-    command += ["--model", str(folder / f"bench-{seed}" / "model"), *args.trl]
+    command += ["--model", str(folder / f"ours-{seed}" / "model"), "--entropy", str(args.entropy), *args.trl]
     seconds, times, rows = watched(command, log, folder / f"trl-{seed}.out", args.steps)
     return measure(times, [row["reward_mean"] for row in rows], seconds)
 
@@ -150,19 +153,33 @@ def hardware() -> dict[str, Any]:
 def show(name: str, seed: int, run: dict[str, Any]) -> None:
     target = "-" if run["to_target_s"] is None else f"{run['steps_to_target']:4d} steps {run['to_target_s']:6.1f} s"
     print(
-        f"{name:6} seed {seed}  {run['step_s'] * 1e3:7.1f} ms/step (median {run['step_median_s'] * 1e3:.1f})  "
+        f"{name:10} seed {seed}  {run['step_s'] * 1e3:7.1f} ms/step (median {run['step_median_s'] * 1e3:.1f})  "
         f"to {TARGET}: {target:>20}  process {run['process_s']:6.1f} s  "
         f"reward {run['reward_first']:.2f} -> {run['reward_last']:.3f}",
         flush=True,
     )
 
 
+PEERS = {"ours": run_ours, "ours-async": run_ours, "trl": run_trl}
+
+
+def ratios(ours: dict[str, Any], trl: dict[str, Any]) -> dict[str, float | None]:
+    """Ours over TRL's; below 1 is faster."""
+    both = ours["reached"] and trl["reached"]
+    return {
+        "step_s": ours["step_s"] / trl["step_s"],
+        "process_s": ours["process_s"] / trl["process_s"],
+        "to_target_s": ours["to_target_s"] / trl["to_target_s"] if both else None,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=2e-3, help="of TRL; ours takes the recipe's")
     parser.add_argument("--clip-grad", type=float, default=1.0, help="of TRL; ours takes the recipe's")
+    parser.add_argument("--entropy", type=float, default=0.02, help="of TRL; ours takes the recipe's")
     parser.add_argument("--set", action="append", default=[], help="override of our recipe, KEY=VALUE; repeatable")
     parser.add_argument("--trl", nargs=argparse.REMAINDER, default=[], help="last: further options of the peer script")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "grpo_cpu.json")
@@ -171,23 +188,20 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
         "command": " ".join(sys.argv),
-        "ours": {},
-        "trl": {},
+        "runs": {peer: {} for peer in PEERS},
     }
     with tempfile.TemporaryDirectory() as name:
         for seed in args.seeds:
-            for peer, run in (("ours", run_ours), ("trl", run_trl)):
-                record[peer][str(seed)] = result = run(seed, args, Path(name))
+            for peer, run in PEERS.items():
+                record["runs"][peer][str(seed)] = result = run(peer, seed, args, Path(name))
                 show(peer, seed, result)
-    ours, trl = (summarise(list(record[peer].values())) for peer in ("ours", "trl"))
-    record["summary"] = {"ours": ours, "trl": trl}
-    record["ratios"] = {
-        "step_s": ours["step_s"] / trl["step_s"],
-        "process_s": ours["process_s"] / trl["process_s"],
-        "to_target_s": ours["to_target_s"] / trl["to_target_s"] if ours["reached"] and trl["reached"] else None,
-    }
-    print("ours / TRL: " + "  ".join(f"{k} {v:.2f}" for k, v in record["ratios"].items() if v is not None))
-    print(f"seeds that reached {TARGET}: ours {ours['reached']}, TRL {trl['reached']} of {len(args.seeds)}")
+    summary = {peer: summarise(list(runs.values())) for peer, runs in record["runs"].items()}
+    record["summary"] = summary
+    record["ratios"] = {peer: ratios(summary[peer], summary["trl"]) for peer in RECIPES}
+    for peer, values in record["ratios"].items():
+        print(f"{peer} / TRL: " + "  ".join(f"{k} {v:.2f}" for k, v in values.items() if v is not None))
+    reached = ", ".join(f"{peer} {part['reached']}" for peer, part in summary.items())
+    print(f"seeds that reached {TARGET} of {len(args.seeds)}: {reached}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
