@@ -24,12 +24,14 @@ class ModelInput:
     """One micro-batch (or this context-parallel rank's slice of it) on the device. `layout` is None for rows (`bshd`).
 
     `token_index` int64: which of the whole micro-batch's response tokens are here; None means all of them.
+    `rows_repeat`: several response tokens are predicted by one position (samples that share a prompt).
     """
 
     tensors: BatchTensors
     layout: DocumentLayout | None
     whole_tokens: int
     token_index: torch.Tensor | None = None
+    rows_repeat: bool = False
 
     def run(self, model: Any) -> torch.Tensor:
         """Forward; on the last pipeline stage logits or values `[rows, T, width]`, else hidden states."""
@@ -76,7 +78,7 @@ def to_inputs(
         tensors = to_tensors(batch, device)
         shared = share_prompts(batch, tensors, device, multiple=multiple) if share else None
         if shared is not None:
-            inputs.append(ModelInput(*shared, len(batch.target_ids)))
+            inputs.append(ModelInput(*shared, len(batch.target_ids), rows_repeat=True))
             continue
         layout = DocumentLayout.from_lengths(tensors.bounds.lengths, device) if tensors.bounds is not None else None
         inputs.append(ModelInput(tensors, layout, len(batch.target_ids)))

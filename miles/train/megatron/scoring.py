@@ -41,9 +41,10 @@ class Scorer:
     def _score(self, item: ModelInput, logits: torch.Tensor, *, entropy: str) -> Scores:
         tensors = item.tensors
         shared = {"vocab_size": self.vocab_size, "group": self.mesh.tp, "temperature": self.temperature}
-        full, entropies = vocab_parallel_scores(
-            logits, tensors.target_ids, rows=tensors.logit_index, entropy=entropy, **shared
-        )
+        # The kernel writes each row's gradient once; rows that repeat must be copied, so that theirs add up.
+        rows = None if item.rows_repeat else tensors.logit_index
+        plane = item.response_rows(logits) if item.rows_repeat else logits
+        full, entropies = vocab_parallel_scores(plane, tensors.target_ids, rows=rows, entropy=entropy, **shared)
         if tensors.support_ids is None or tensors.support_offsets is None:
             return Scores(full, entropies)
         from miles.algos.sampling_mask import support_log_probs

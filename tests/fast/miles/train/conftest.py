@@ -149,8 +149,12 @@ def make_samples(
     seed: int = 0,
     ragged: bool = False,
     off_policy: bool = False,
+    grouped: bool = False,
 ) -> list[Any]:
-    """Synthetic finished samples, groups of 4; off-policy ones carry old log-probs, so that ratios differ from 1."""
+    """Synthetic finished samples, groups of 4; off-policy ones carry old log-probs, so that ratios differ from 1.
+
+    `grouped`: the samples of a group answer one prompt, as after a rollout.
+    """
     from miles.data.sample import Sample, Status
 
     generator = np.random.default_rng(seed)
@@ -158,12 +162,16 @@ def make_samples(
     for index in range(count):
         before = int(generator.integers(1, prompt + 1)) if ragged else prompt
         after = int(generator.integers(1, response + 1)) if ragged else response
+        tokens = generator.integers(0, vocab, before + after)
+        if grouped and index % 4:
+            question = samples[-1].tokens[: samples[-1].prompt_length]
+            tokens, before = np.concatenate([question, tokens[before:]]), len(question)
         samples.append(
             Sample(
                 f"s{index}",
                 index // 4,
                 index,
-                generator.integers(0, vocab, before + after),
+                tokens,
                 before,
                 reward=float(generator.random()),
                 status=Status.COMPLETED,
@@ -195,6 +203,7 @@ def make_backend(
     recompute: dict[str, Any] | None = None,
     install: Any = None,
     announce: Callable[[Any], None] | None = None,
+    share_prompts: bool = True,
     **parallel: Any,
 ) -> Any:
     """A backend that joined its mesh; with weights unless `loaded` is false. `announce` gets it before `init`."""
@@ -208,6 +217,7 @@ def make_backend(
             optimizer=OptimizerConfig(lr=lr),
             recompute=RecomputeConfig(**(recompute or {})),
             timeout_s=60.0,
+            share_prompts=share_prompts,
         ),
         algo=algo or AlgoConfig(),
         model_dir=model,
