@@ -67,7 +67,7 @@ def test_kernel_equals_reference_on_cpu_and_on_the_device(config: NVFP4QDQConfig
 def test_every_launch_shape_gives_the_same_bits() -> None:
     w = data("wide", (257, 1040), torch.bfloat16).cuda()
     want = reference.qdq(w, CONFIGS[2])
-    for launch in (api.Launch(128, 1, 4), api.Launch(256, 3, 8, False, False), api.Launch(64, 8, 2, True, False)):
+    for launch in (api.Launch(128, 1, 4), api.Launch(256, 3, 8, False, False), api.Launch(64, 8, 2, True, True)):
         assert torch.equal(api.qdq_nvfp4([w], CONFIGS[2], launch=launch)[0], want)
 
 
@@ -99,13 +99,3 @@ def test_non_finite_weight_raises_at_the_step_end_and_not_before() -> None:
     with pytest.raises(ValueError, match="NaN or infinity"):
         api.raise_if_flagged()
     api.raise_if_flagged()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_weights_on_a_device_that_is_not_current_stay_there_and_the_current_one_is_restored() -> None:
-    w = data("normal", (128, 256), torch.bfloat16).to("cuda:1")
-    assert torch.cuda.current_device() == 0
-    y = api.qdq_nvfp4([w], NVFP4QDQConfig())[0]
-    assert y.device == w.device
-    assert torch.cuda.current_device() == 0
-    assert torch.equal(y, reference.qdq(w, NVFP4QDQConfig()))
