@@ -185,7 +185,7 @@ def test_results_survive_writing_and_reading(tmp_path):
 )
 def test_damaged_results_file_is_named_with_its_fault(tmp_path, text, message):
     (tmp_path / "results.json").write_text(text)
-    with pytest.raises(UsageError, match="results.json") as caught:
+    with pytest.raises(UsageError, match=r"results\.json") as caught:
         load_all([tmp_path])
     assert message in str(caught.value)
 
