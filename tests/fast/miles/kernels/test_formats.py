@@ -75,7 +75,17 @@ def test_every_e8m0_code_rounds_up_from_just_above_it() -> None:
 
 @pytest.mark.parametrize(
     ("value", "code"),
-    [(0.0, 0), (math.inf, 254), (math.nan, 255), (1e-45, 0), (2.0**-127, 0), (2.0**-126, 1), (f.FLT_MAX, 254), (1.0, 127), (1.5, 128)],
+    [
+        (0.0, 0),
+        (math.inf, 254),
+        (math.nan, 255),
+        (1e-45, 0),
+        (2.0**-127, 0),
+        (2.0**-126, 1),
+        (f.FLT_MAX, 254),
+        (1.0, 127),
+        (1.5, 128),
+    ],
 )
 def test_e8m0_edges(value: float, code: int) -> None:
     assert f.e8m0_encode(torch.tensor([value])).item() == code
