@@ -1,6 +1,6 @@
 """Every bad input of a user through the real command line: exit code 2 and a message that names the fix.
 
-All but the full disks end before Ray starts. A full disk is met where it hurts: while the model is made, during a
+Most end before Ray starts. A full disk is met where it hurts: while the model is made, during a
 checkpoint and while metrics are written; what was finished stays, nothing half-written is left.
 """
 
@@ -114,6 +114,12 @@ def test_unwritable_run_folder_is_refused(runs, tmp_path: Path) -> None:
     # Permission bits do not bind root; no user may make a folder here.
     error = refused(runs, "run.directory=/proc/runs")
     assert "/proc/runs/bad: " in error
+
+
+def test_fault_that_an_engine_finds_keeps_its_message_and_exit_code(runs) -> None:
+    done = runs.run("bad", "engine.device=abacus")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "error: engine.device 'abacus' is no device; use cpu, cuda or cuda:N\n"
 
 
 class Disk:

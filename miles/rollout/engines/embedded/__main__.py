@@ -57,7 +57,7 @@ def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
     from miles.rollout.engines.embedded.server import EngineServer
 
     torch.set_num_threads(config.threads)
-    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    dtype, device = getattr(torch, config.dtype), _device(config.device)
     with torch.inference_mode(False), torch.no_grad():
         model = build_model(hf_config, dtype=dtype, device=device, context=config.context_length)
         load_weights(model_dir, model.parameters(), model.aliases())
@@ -108,6 +108,23 @@ def _packed_experts(config: Any, model: Any) -> Callable[[], object]:
             raise EngineModelError("engine.nvfp4_experts is set but the model has no routed experts; remove the option")
 
     return refresh
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    from miles.rollout.errors import EngineModelError
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise EngineModelError(f"engine.device {name!r} is no device; use cpu, cuda or cuda:N") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise EngineModelError(
+            f"engine.device {name}: {count} GPU(s) are visible here; use engine.device=cpu or a device that exists"
+        )
+    return device
 
 
 def _serve(server: Any, listener: socket.socket, report: Any) -> int:
