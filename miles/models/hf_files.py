@@ -202,9 +202,9 @@ class FolderWriter:
         if kind is None:
             try:
                 publish_folder(self.temporary, self.target)
-            except OSError as failure:
+            except OSError as problem:
                 shutil.rmtree(self.temporary, ignore_errors=True)
-                raise storage_error(self.target, failure) from failure
+                raise storage_error(self.target, problem) from problem
             return
         shutil.rmtree(self.temporary, ignore_errors=True)
         failure = error if isinstance(error, OSError) else _system_error(error)

@@ -82,16 +82,16 @@ class OwnAttention(MegatronModule):
                 )
                 for tensor in (key, value)
             )
-        flat = [tensor.flatten(0, 1) for tensor in (query, key, value)]
-        outputs = [self._bucket(*flat, bucket) for bucket in layout.buckets]
+        q, k, v = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        outputs = [self._bucket(q, k, v, bucket) for bucket in layout.buckets]
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.index_select(0, layout.restore).unsqueeze(1)
 
     def _bucket(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bucket: Bucket) -> torch.Tensor:
         """[D * Lq, heads * d] of one bucket's documents."""
         keys = bucket.queries if bucket.keys is None else bucket.keys
-        rows = [_rows(query, bucket.queries), _rows(key, keys), _rows(value, keys)]
-        return self._attend(*rows, bucket.allowed).transpose(0, 1).flatten(0, 1)
+        rows = self._attend(_rows(query, bucket.queries), _rows(key, keys), _rows(value, keys), bucket.allowed)
+        return rows.transpose(0, 1).flatten(0, 1)
 
 
 def _rows(flat: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from miles.algos.context import ContextLayout, ContiguousAllGather, Zigzag, localize
+from miles.algos.context import ContiguousAllGather, Zigzag, localize
 from miles.data.batch import MicroBatch
 from miles.data.tensors import BatchTensors, to_tensors
 from miles.train.config import ParallelConfig
@@ -85,9 +85,9 @@ def to_inputs(
     return inputs
 
 
-def _slice(batch: MicroBatch, context: ContextLayout, mesh: Mesh, device: torch.device) -> ModelInput:
+def _slice(batch: MicroBatch, context: Zigzag | ContiguousAllGather, mesh: Mesh, device: torch.device) -> ModelInput:
     """Rows become one packed row of documents: under context parallelism both layouts attend the same way."""
-    part = localize(batch, context)
+    part = localize(batch, context)  # type: ignore[arg-type]  # frozen against a protocol of plain attributes
     cut = part.micro_batch
     starts = np.cumsum(batch.token_counts) - batch.token_counts
     index = starts[cut.sequence] + cut.response_index

@@ -176,7 +176,7 @@ def _master(name: str, parameter: torch.nn.Parameter, mesh: Mesh, replicated: bo
         name=name,
         parameter=parameter,
         weight=weight,
-        grad=parameter.main_grad,
+        grad=parameter.main_grad,  # type: ignore[attr-defined]
         exp_avg=torch.zeros_like(weight),
         exp_avg_sq=torch.zeros_like(weight),
         is_expert=is_expert,

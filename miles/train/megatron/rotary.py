@@ -21,6 +21,7 @@ class Rotary(torch.nn.Module):
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
+        self.inv_freq: torch.Tensor
         self.register_buffer("inv_freq", spec.inv_freq().to(device), persistent=False)
         self._rows: dict[int, torch.Tensor] = {}
 
@@ -28,7 +29,7 @@ class Rotary(torch.nn.Module):
         self,
         inference_context: Any,
         transformer: Any,
-        transformer_input: torch.Tensor | None,
+        transformer_input: torch.Tensor,
         transformer_config: Any,
         packed_seq_params: DocumentLayout | None = None,
     ) -> int | DocumentLayout:
@@ -69,7 +70,7 @@ def set_cos_sin_scale(config: Any, spec: RopeSpec) -> None:
     config.yarn_mscale_all_dim = 0.0
 
 
-def check_inv_freq(model: torch.nn.Module, spec: RopeSpec) -> None:
+def check_inv_freq(model: Any, spec: RopeSpec) -> None:
     """The built model's real frequencies must be those of the checkpoint."""
     built = model.rotary_pos_emb.inv_freq.cpu()
     golden = spec.inv_freq()

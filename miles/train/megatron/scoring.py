@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ class Scorer:
 
     def _score(self, item: ModelInput, logits: torch.Tensor, *, entropy: str) -> Scores:
         tensors = item.tensors
-        shared = {"vocab_size": self.vocab_size, "group": self.mesh.tp, "temperature": self.temperature}
+        shared: dict[str, Any] = {"vocab_size": self.vocab_size, "group": self.mesh.tp, "temperature": self.temperature}
         # The kernel writes each row's gradient once; rows that repeat must be copied, so that theirs add up.
         rows = None if item.rows_repeat else tensors.logit_index
         plane = item.response_rows(logits) if item.rows_repeat else logits
