@@ -136,6 +136,28 @@ def _names_that_differ(expected: QuantContract, found: QuantContract, field: str
     return f" (for example {', '.join(only)})" if only else ""
 
 
+def check_rounding(directory: Path, rounding: NVFP4QDQConfig, *, where: str) -> QuantContract | None:
+    """At the start of fake QAT or of an engine: a checkpoint that has a contract must have this rounding.
+
+    Returns the contract, or None for a plain checkpoint. Raises `ContractMismatch` naming field and both values.
+    """
+    directory = Path(directory)
+    if not (directory / FILE).exists():
+        refuse_quantised_shared_experts(_tensor_names(directory), where=str(directory))
+        return None
+    found = read(directory)
+    expected = found.model_copy(
+        update={
+            "format": "nvfp4",
+            "decode": rounding.decode,
+            "four_over_six": four_over_six(rounding),
+            "block": (1, 16),
+        }
+    )
+    require_equal(expected, found, where=where)
+    return found
+
+
 def refuse_quantised_shared_experts(names: Iterable[str], *, where: str) -> None:
     """Raises when a shared expert of a checkpoint is quantised: no trainer of ours rounds it, so outputs would differ."""
     bad = [

@@ -10,6 +10,7 @@ The training backend stays free of quantisation: it calls what it was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.quant.config import QuantConfig
@@ -24,6 +25,7 @@ class FakeQATHook:
 
     `group`: called once per chunk, returns the expert-tensor-parallel process group (None: experts are not sharded).
     `allow_empty`: a chunk without routed experts is no error (pipeline stages of dense layers).
+    `model_dir`: a checkpoint there that has a quantisation contract must have been made with the same rounding.
     """
 
     def __init__(
@@ -33,12 +35,17 @@ class FakeQATHook:
         environ: Mapping[str, str] | None = None,
         group: Callable[[], Any] | None = None,
         allow_empty: bool = False,
+        model_dir: Path | None = None,
     ) -> None:
         self.config = config
         self.rounding = config.fake_qat_config(environ)
         self.chunks: list[nn.Module] = []
         self._group = group
         self._allow_empty = allow_empty
+        if self.rounding is not None and model_dir is not None:
+            from miles.quant.contract import check_rounding
+
+            check_rounding(model_dir, self.rounding, where="start of fake quantisation")
 
     @property
     def enabled(self) -> bool:
