@@ -66,12 +66,18 @@ def check_commands(page: Page) -> Iterator[str]:
 
 
 def command_fault(words: list[str]) -> str | None:
-    name, rest = Path(words[0]).name, words[1:]
+    """What the program's parser says. `[--option a|b]` is read with its option given; SOURCE stands for any path."""
+    name, rest = Path(words[0]).name, [_given(word) for word in words[1:]]
     if name in ("miles", "miles-ci", "make"):
         return {"miles": miles_fault, "miles-ci": harness_fault, "make": make_fault}[name](rest)
     if name.startswith("python"):
         return python_fault(rest)
     return None
+
+
+def _given(word: str) -> str:
+    # A value in brackets or with alternatives, unless the word is a KEY=VALUE of its own.
+    return word if "=" in word else word.removeprefix("[").removesuffix("]").partition("|")[0]
 
 
 def miles_fault(words: list[str]) -> str | None:
@@ -91,7 +97,8 @@ def miles_fault(words: list[str]) -> str | None:
     try:
         context = command.make_context("miles", list(words))
     except Exception as error:  # the parser's own error class depends on typer's version
-        return str(error)
+        placeholders = [word for word in words if re.fullmatch(r"<[^>]+>|[A-Z][A-Z_]+", word)]
+        return None if any(f"'{word}'" in str(error) for word in placeholders) else str(error)
     return recipe_fault(context.params)
 
 
