@@ -116,7 +116,7 @@ class _Hook:
     name: str
     module: nn.Module
     parameters: list[str]
-    partners: list[torch.Tensor]
+    partners: Sequence[torch.Tensor]
     forward: Callable
     calls: int = 0
 

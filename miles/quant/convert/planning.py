@@ -40,7 +40,7 @@ def compact_excludes(kept: Iterable[str], quantised: Iterable[str]) -> list[str]
     >>> compact_excludes(["a.attn.q.weight", "a.attn.k.weight", "a.norm.weight"], ["a.mlp.experts.0.up_proj.weight"])
     ['a.attn.', 'a.norm.']
     """
-    inside = set()
+    inside: set[str] = set()
     for name in quantised:
         parts = name.split(".")
         inside.update(".".join(parts[:i]) + "." for i in range(1, len(parts)))
