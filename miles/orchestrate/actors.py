@@ -68,7 +68,7 @@ class TrainWorker:
         from miles.orchestrate.backends import build_backend
         from miles.quant.hook import FakeQATHook
 
-        self._hook = FakeQATHook(self._recipe.quant)
+        self._hook = FakeQATHook(self._recipe.quant, model_dir=self._model_dir)
         self._backend = build_backend(
             self._recipe, self._model_dir, rank=self._rank, address=address, port=port, install=self._hook
         )

@@ -61,7 +61,7 @@ def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
     with torch.inference_mode(False), torch.no_grad():
         model = build_model(hf_config, dtype=dtype, device=device, context=config.context_length)
         load_weights(model_dir, model.parameters(), model.aliases())
-        refresh = _packed_experts(config, model)
+        refresh = _packed_experts(config, model, model_dir)
         refresh()
         batch = Batch(
             model,
@@ -94,13 +94,15 @@ def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
     return EngineServer(scheduler, limits, info)
 
 
-def _packed_experts(config: Any, model: Any) -> Callable[[], object]:
+def _packed_experts(config: Any, model: Any, model_dir: Path) -> Callable[[], object]:
     """What to call after the weights changed: pack the routed experts and compute with what they decode to."""
     if config.nvfp4_experts is None:
         return lambda: None
+    from miles.quant.contract import check_rounding
     from miles.quant.packed import PackedExperts
     from miles.rollout.errors import EngineModelError
 
+    check_rounding(model_dir, config.nvfp4_experts.resolve(), where="start of the engine")
     experts = PackedExperts(config.nvfp4_experts.resolve())
 
     def refresh() -> None:
