@@ -92,8 +92,8 @@ def define_missing_names() -> tuple[Symbol, ...]:
 
 
 def quiet_import_warnings() -> None:
-    """megatron-core warns at import that Transformer Engine and Apex are absent; on CPU that is expected."""
-    for message in (".*Transformer Engine.*", ".*Apex.*", ".*grouped_gemm.*"):
+    """megatron-core warns that Transformer Engine and Apex are absent, and of its own default for CUDA graphs."""
+    for message in (".*Transformer Engine.*", ".*Apex.*", ".*grouped_gemm.*", "full scope is deprecated.*"):
         warnings.filterwarnings("ignore", message=message)
 
 
