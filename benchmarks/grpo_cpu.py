@@ -29,6 +29,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from miles.recipe.loader import load
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = {"ours": "quickstart.yaml", "ours-async": "quickstart_async.yaml"}
 TARGET, WINDOW, SKIP = 0.9, 5, 10
@@ -121,11 +123,33 @@ def run_ours(peer: str, seed: int, args: argparse.Namespace, folder: Path) -> di
     return measure(times, [row["rollout/reward_mean"] for row in rows], seconds)
 
 
+def same_settings(args: argparse.Namespace) -> list[str]:
+    """The recipe's optimizer and loss in TRL's words; TRL has no form of what is refused here."""
+    recipe = load(REPOSITORY / "recipes" / RECIPES["ours"], args.set)
+    optimizer, algo = recipe.train.optimizer, recipe.algo
+    loss = {"token_mean": "dapo", "rollout_mean": "grpo"}[algo.reduction]
+    if optimizer.decay != "constant" or optimizer.weight_decay or algo.kl.where != "none":
+        sys.exit("the recipe uses a decay, a weight decay or a KL term, which the peer script does not pass on")
+    values = {
+        "--lr": optimizer.lr,
+        "--beta1": optimizer.betas[0],
+        "--beta2": optimizer.betas[1],
+        "--clip-grad": optimizer.clip_grad,
+        "--warmup": optimizer.warmup_steps,
+        "--entropy": algo.entropy_coef,
+        "--prompts": recipe.rollout.batch_groups,
+        "--group": recipe.rollout.group_size,
+        "--new-tokens": recipe.rollout.max_new_tokens,
+        "--digits": recipe.data.copy_digits.digits,
+    }
+    return ["--loss", loss, *(text for name, value in values.items() for text in (name, str(value)))]
+
+
 def run_trl(peer: str, seed: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     log = folder / f"{peer}-{seed}.jsonl"
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "peers" / "trl_grpo.py"), "--seed", str(seed)]
-    command += ["--steps", str(args.steps), "--out", str(log), "--lr", str(args.lr), "--clip-grad", str(args.clip_grad)]
-    command += ["--model", str(folder / f"ours-{seed}" / "model"), "--entropy", str(args.entropy), *args.trl]
+    command += ["--steps", str(args.steps), "--out", str(log), "--model", str(folder / f"ours-{seed}" / "model")]
+    command += [*same_settings(args), *args.trl]
     seconds, times, rows = watched(command, log, folder / f"trl-{seed}.out", args.steps)
     return measure(times, [row["reward_mean"] for row in rows], seconds)
 
@@ -177,9 +201,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=2e-3, help="of TRL; ours takes the recipe's")
-    parser.add_argument("--clip-grad", type=float, default=1.0, help="of TRL; ours takes the recipe's")
-    parser.add_argument("--entropy", type=float, default=0.02, help="of TRL; ours takes the recipe's")
     parser.add_argument("--set", action="append", default=[], help="override of our recipe, KEY=VALUE; repeatable")
     parser.add_argument("--trl", nargs=argparse.REMAINDER, default=[], help="last: further options of the peer script")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "grpo_cpu.json")
