@@ -68,7 +68,9 @@ class TrainWorker:
         from miles.orchestrate.backends import build_backend
         from miles.quant.hook import FakeQATHook
 
-        self._hook = FakeQATHook(self._recipe.quant, model_dir=self._model_dir)
+        self._hook = FakeQATHook(
+            self._recipe.quant, model_dir=self._model_dir, group=lambda: self._backend.mesh.expert_tp
+        )
         self._backend = build_backend(
             self._recipe, self._model_dir, rank=self._rank, address=address, port=port, install=self._hook
         )
@@ -110,6 +112,10 @@ class TrainWorker:
     def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
         """Log-probs of each sample's response under the current weights; collective."""
         return self._backend.logprobs(batch)
+
+    def reference_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Log-probs under the frozen model that the run started from; collective."""
+        return self._backend.reference_logprobs(batch)
 
     def values(self, batch: RankBatch) -> list[np.ndarray]:
         """The critic's values before each response token; collective."""

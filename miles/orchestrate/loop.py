@@ -72,15 +72,17 @@ class TrainingLoop:
     async def train(self, step: int, samples: list[Sample]) -> dict[str, float]:
         """Advantages and schedule here, then the optimizer step and the weight sync on every rank."""
         recipe = self.recipe
+        if recipe.algo.needs_reference:
+            await self.score(samples, "reference_log_probs", "ref_log_probs")
         if recipe.algo.needs_values:
-            await self.add_values(samples)
+            await self.score(samples, "values", "values")
         prepared = prepare_steps(
             samples,
             recipe.algo,
             self.schedule(),
             pad_id=self.pad_id,
             pad_multiple=self.pad_multiple,
-            use_support=recipe.rollout.needs_sampling_mask and recipe.algo.support_log_probs == "auto",
+            use_support=self.use_support,
         )
         if len(prepared.steps) != 1:
             raise RunError(f"{len(prepared.steps)} optimizer steps were prepared for one rollout; expected 1")
@@ -97,14 +99,21 @@ class TrainingLoop:
             recipe.quant.check_gates(result["metrics"])
         return {**prepared.metrics, **batch.metrics, **result["metrics"]}
 
-    async def add_values(self, samples: list[Sample]) -> None:
-        """The critic's value before each response token, written into the samples."""
-        batch = prepare_scoring(samples, self.schedule(), pad_id=self.pad_id, pad_multiple=self.pad_multiple)
+    async def score(self, samples: list[Sample], method: str, field: str) -> None:
+        """One number per response token from every worker's `method`, written into the samples' `field`."""
+        batch = prepare_scoring(
+            samples, self.schedule(), pad_id=self.pad_id, pad_multiple=self.pad_multiple, use_support=self.use_support
+        )
         arguments = [(batch.for_rank(dp_rank),) for dp_rank in self.fleet.dp_ranks]
-        results = dict(zip(self.fleet.dp_ranks, await self.fleet.on_workers("values", arguments), strict=True))
+        results = dict(zip(self.fleet.dp_ranks, await self.fleet.on_workers(method, arguments), strict=True))
         by_rank = [results[dp_rank] for dp_rank in range(len(batch.ranks))]
-        for sample, values in zip(samples, gather_scores(batch, by_rank, len(samples)), strict=True):
-            sample.values = values
+        for sample, scores in zip(samples, gather_scores(batch, by_rank, len(samples)), strict=True):
+            setattr(sample, field, scores)
+
+    @property
+    def use_support(self) -> bool:
+        """Score on the sampler's support: sampling cuts the distribution, and the recipe does not say otherwise."""
+        return self.recipe.rollout.needs_sampling_mask and self.recipe.algo.support_log_probs == "auto"
 
     @property
     def pad_multiple(self) -> int:
@@ -119,6 +128,8 @@ class TrainingLoop:
             data_parallel=parallel.dp,
             context_parallel=parallel.cp,
             max_tokens_per_gpu=data.max_tokens_per_gpu,
+            # Interleaved pipelines take micro-batches in groups of the stages.
+            micro_batch_multiple=parallel.pp if parallel.vpp else 1,
             balance=data.balance,
             layout=data.layout,
             partial_step=data.partial_step,

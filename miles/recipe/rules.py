@@ -89,15 +89,16 @@ def _sequence_fits(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("SEQ-FIT", "error", message, "lower rollout.max_new_tokens")
 
 
-def _reference(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+def _teacher(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
-    for needed, option, instead in (
-        (recipe.algo.needs_reference, "algo.kl.where", "none"),
-        (recipe.algo.needs_teacher, "algo.opd_coef", "0"),
-    ):
-        if needed:
-            message = f"{option} needs log-probs of a second, frozen model, which the loop does not run yet"
-            yield Finding("REFERENCE", "error", message, f"set {option} to {instead}")
+    if recipe.algo.needs_teacher:
+        message = "algo.opd_coef needs log-probs of a teacher model, which the loop does not run yet"
+        yield Finding("TEACHER", "error", message, "set algo.opd_coef to 0")
+    if recipe.algo.kl.estimator == "support_exact":
+        message = (
+            "algo.kl.estimator support_exact needs reference scores on the support, which batches do not carry yet"
+        )
+        yield Finding("TEACHER", "error", message, "use k2, k3 or low_var")
 
 
 def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -148,7 +149,7 @@ RULES: tuple[Rule, ...] = (
     Rule("FAMILY", "The recipe's family must be the one that the checkpoint states.", _family),
     Rule("PARALLEL", "Heads, KV groups, layers and experts must divide over the mesh.", _parallelism),
     Rule("SEQ-FIT", "Prompt and response must fit the model's positions.", _sequence_fits),
-    Rule("REFERENCE", "KL and distillation need a second model beside the policy.", _reference),
+    Rule("TEACHER", "Distillation and exact KL need scores that the loop does not have.", _teacher),
     Rule("ROLLOUT-MODE", "Only combinations that the loop drives may start.", _rollout_mode),
     Rule("DEVICES", "Every trainer rank on a GPU needs one.", _devices),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),

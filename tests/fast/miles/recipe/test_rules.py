@@ -56,9 +56,9 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(train={"device": "cuda"}, placement={"gpus_per_node": 1}), facts()),
         (recipe(train={"device": "cuda", "parallel": {"dp": 2}}, placement={"gpus_per_node": 1}), facts()),
     ),
-    "REFERENCE": (
-        (recipe(), facts()),
+    "TEACHER": (
         (recipe(algo={"kl": {"where": "loss", "estimator": "k3", "coef": 0.1}}), facts()),
+        (recipe(algo={"kl": {"where": "loss", "estimator": "support_exact", "coef": 0.1}}), facts()),
     ),
     "ROLLOUT-MODE": (
         (recipe(rollout={"max_staleness": 1}, algo={"correction": {"bypass": True}}), facts()),
@@ -99,7 +99,7 @@ def test_rule_stops_its_failing_fixture_with_a_fix(rule_id: str) -> None:
 
 
 def test_teacher_and_foreign_engine_are_refused_by_name() -> None:
-    (teacher,) = findings("REFERENCE", (recipe(algo={"opd_coef": 0.5}), facts()))
+    (teacher,) = findings("TEACHER", (recipe(algo={"opd_coef": 0.5}), facts()))
     assert "algo.opd_coef" in teacher.message
     (engine,) = findings("ROLLOUT-MODE", (recipe(engine={"engine": "sglang"}), facts()))
     assert engine.fix == "use engine.engine=embedded"
