@@ -18,9 +18,12 @@ from typing import Any
 
 import pytest
 
+from ci.declare import register_cpu_ci
 from ci.workflows.emit import to_yaml
 from ci.workflows.model import Workflow
 from ci.workflows.simulate import Event, simulate
+
+register_cpu_ci(30, "stage-a-cpu", nightly=True)
 
 ACT = Path(sys.executable).with_name("act")
 SUITE = "stage-a-cpu"

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from contract import PROMPT, EngineContract, EngineUnderTest, body
 
+from ci.declare import register_cpu_ci
 from miles.rollout.engine import EngineClient, GenerateRequest, SamplingParams
+
+register_cpu_ci(40, "stage-a-cpu", nightly=True)
 
 
 class TestEmbeddedEngine(EngineContract):

@@ -7,7 +7,10 @@ import time
 import pytest
 import torch
 
+from ci.declare import register_cpu_ci
 from miles.rollout.engines.embedded.requests import Output, Refusal
+
+register_cpu_ci(20, "stage-a-cpu", nightly=True)
 
 PROMPTS = [[3, 5, 7, 9], [2, 4, 6], [8] * 20, [3, 5, 7, 9]]
 

@@ -11,9 +11,12 @@ import pytest
 import torch
 from sync_engines import ask, same, status, zeros_like
 
+from ci.declare import register_cpu_ci
 from miles.sync.config import SyncConfig
 from miles.sync.errors import NoEngineLeft, SyncOptionError
 from miles.sync.session import WeightPusher
+
+register_cpu_ci(30, "stage-a-cpu", nightly=True)
 
 
 def test_one_engine_dies_others_continue(start_engine, pusher_for, tiny_weights):

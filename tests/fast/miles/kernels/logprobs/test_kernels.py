@@ -7,8 +7,11 @@ import math
 import pytest
 import torch
 
+from ci.declare import register_cpu_ci
 from miles.kernels.logprobs import PolicyTerm, fused_policy_loss, logits_gradient, row_stats, scale_
 from miles.kernels.logprobs.ops import Tuning
+
+register_cpu_ci(30, "stage-a-cpu", nightly=True)
 
 SMALL = Tuning(stats_warps=1, stats_depth=2, gradient_warps=1, gradient_block=1024, fused_warps=1, fused_depth=2)
 

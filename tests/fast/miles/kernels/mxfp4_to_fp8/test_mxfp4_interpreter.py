@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ci.declare import register_cpu_ci
+
+register_cpu_ci(30, "stage-a-cpu", nightly=True)
+
 ROOT = Path(__file__).resolve().parents[5]
 CODE = """
 import torch

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ci.declare import register_cpu_ci
+
+register_cpu_ci(60, "stage-a-cpu", nightly=True)
+
 ROOT = Path(__file__).resolve().parents[5]
 
 BODY = """

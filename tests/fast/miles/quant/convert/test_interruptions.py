@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ci.declare import register_cpu_ci
 from miles.quant.convert.mxfp4_to_fp8 import convert
+
+register_cpu_ci(30, "stage-a-cpu", nightly=True)
 
 POINTS = 20
 

@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from ci.declare import register_cpu_ci
+
+register_cpu_ci(20, "stage-a-cpu", nightly=True)
+
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_step_equals_torch_adamw_with_clipping(decay, ranks, toolbox, model_dir):
