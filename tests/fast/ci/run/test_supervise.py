@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from ci.declare import register_cpu_ci
 from ci.run import process_tree, supervise, supervisor
 from ci.run.process_tree import Process
 from ci.run.supervise import Command, Ended
+
+register_cpu_ci(30, "stage-a-cpu", nightly=True)
 
 DETACHED = """
     import os, sys, time
