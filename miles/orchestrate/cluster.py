@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = "miles-ray-"
+# Ray puts sockets about 64 characters below its folder; the kernel takes paths of 107.
+LONGEST_BASE = 24
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 
 
@@ -32,7 +34,7 @@ class Cluster:
 def local_cluster(*, cpus: int, gpus: int = 0) -> Iterator[Cluster]:
     """Start Ray with `cpus` logical CPU slots (one per actor), yield, stop it and remove its folder."""
     _remove_stale_folders()
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_base()))
     # Held until this process ends: a folder whose lock can be taken belongs to nobody.
     lock = (folder / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -56,6 +58,12 @@ def local_cluster(*, cpus: int, gpus: int = 0) -> Iterator[Cluster]:
         lock.close()
 
 
+def _base() -> str:
+    """The temporary folder of this user, or /tmp where that one's path leaves no room for Ray's sockets."""
+    chosen = tempfile.gettempdir()
+    return chosen if len(chosen) <= LONGEST_BASE else "/tmp"
+
+
 def _import_ray():
     # A local cluster of one user needs neither a token file in the home folder nor usage reports.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -70,7 +78,7 @@ def _import_ray():
 
 
 def _remove_stale_folders() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in Path(_base()).glob(f"{PREFIX}*"):
         try:
             with (folder / "lock").open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -105,7 +105,7 @@ def run_processes(folder: Path) -> list[str]:
 def isolated_runs(folder: Path) -> Iterator[Runs]:
     """Runs whose Ray folders lie below a folder of their own, so that what they leave behind can be told apart."""
     # Short: Ray's socket paths below it have a length limit.
-    temporary = Path(tempfile.mkdtemp(prefix="mt", dir=tempfile.gettempdir()))
+    temporary = Path(tempfile.mkdtemp(prefix="mt", dir="/tmp"))
     handle = Runs(folder, temporary)
     yield handle
     for process in handle.started:
