@@ -54,7 +54,7 @@ lint: $(DEV_READY) ## formatting, lint, types, layers, registry, workflows
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/miles-ci lint
+	$(BIN)/miles-ci lint --workflows
 	$(BIN)/miles-ci generate --check
 
 .PHONY: format
