@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from miles.orchestrate import doctor
+from miles.orchestrate import cluster, doctor
 from miles.orchestrate.cluster import PREFIX, local_cluster
 from miles.orchestrate.doctor import abilities
 
@@ -66,6 +66,8 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     fake = SimpleNamespace(init=lambda **options: calls.append(options), shutdown=lambda: calls.append("shutdown"))
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # Test folders have long paths, and no real Ray puts sockets there.
+    monkeypatch.setattr(cluster, "LONGEST_BASE", 4096)
     return calls
 
 
@@ -103,3 +105,10 @@ def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(fake_r
         with local_cluster(cpus=1):
             pass
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"{PREFIX}alive", "somebody-elses"]
+
+
+def test_a_long_temporary_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 60)
+    assert cluster._base() == "/tmp"
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/short")
+    assert cluster._base() == "/tmp/short"
