@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ci.run import pytest_process, results
 from ci.run.devices import with_visibility
 from ci.run.gates import GateKeeper
-from ci.run.outcome import Judgement, ProcessEvidence
+from ci.run.outcome import Judgement, ProcessEvidence, odd_exit
 from ci.run.shard import ShardRun, attempt_record, finish, not_run
 from ci.run.slots import Lease, LeaseManager, Request, lease_environment
 from ci.run.unit import MIN_TIMEOUT_S, TIMEOUT_FACTOR, RunUnit, start_order
@@ -62,6 +62,9 @@ class _CpuForm:
             else:
                 self._finish(unit, judgement, attempts, process, files)
         if shared:
+            odd = odd_exit(process)
+            if odd is not None:
+                self._shard.note(f"the shared pytest process contradicts itself: {odd}")
             for left in process.ended.leaked:
                 self._shard.note(f"leaked by the shared pytest process: pid {left.pid}: {left.command}")
 

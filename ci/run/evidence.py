@@ -1,12 +1,14 @@
 """What a pytest process left behind: the events of `ci.run.child` and pytest's own JUnit XML, read and compared.
 
-Two independent witnesses on purpose: the exit code must agree with the JUnit counts, or the file is an error.
+Independent witnesses on purpose: exit code, JUnit counts and events must agree. Where they do not, a file keeps its
+result only if its own two records agree and other files explain the difference; otherwise it is an error.
 """
 
 from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,10 +91,23 @@ class Observed:
 
 @dataclass(frozen=True)
 class JUnitCounts:
+    """`bad`: number of failing cases by JUnit class name (`tests.fast.test_x.TestA`)."""
+
     tests: int
     failures: int
     errors: int
     skipped: int
+    bad: Mapping[str, int] = field(default_factory=dict)
+
+    def bad_by_file(self, paths: Iterable[str]) -> dict[str, int]:
+        """Failing cases of each file; a class name belongs to the longest path that is a prefix of it."""
+        dotted = {path.removesuffix(".py").replace("/", "."): path for path in paths}
+        found = dict.fromkeys(dotted.values(), 0)
+        for name, count in self.bad.items():
+            owners = [prefix for prefix in dotted if name == prefix or name.startswith(f"{prefix}.")]
+            if owners:
+                found[dotted[max(owners, key=len)]] += count
+        return found
 
 
 def read_events(path: Path) -> Observed:
@@ -176,11 +191,13 @@ def read_junit(path: Path) -> JUnitCounts | None:
     except (OSError, ElementTree.ParseError):
         return None
     cases = list(root.iter("testcase"))
+    failing = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     return JUnitCounts(
         tests=len(cases),
         failures=sum(case.find("failure") is not None for case in cases),
         errors=sum(case.find("error") is not None for case in cases),
         skipped=sum(case.find("skipped") is not None for case in cases),
+        bad=Counter(case.get("classname", "") for case in failing),
     )
 
 
@@ -200,6 +217,25 @@ def disagreement(exit_code: int, junit: JUnitCounts | None, observed: Observed) 
     seen_bad = sum(len(file.failures()) > 0 for file in observed.files.values())
     if exit_code in (0, 1) and bool(seen_bad) != bool(bad):
         return f"JUnit counts {bad} failing test(s), the runner's own record {seen_bad} failing file(s)"
+    return None
+
+
+def disagreement_about(path: str, exit_code: int, junit: JUnitCounts | None, observed: Observed) -> str | None:
+    """Why the result of this one file cannot be believed; None when it can.
+
+    A process shared by many files may end with the wrong exit code (a signal swallowed at the wrong moment, a plugin
+    that resets it). Then the failing tests are failures, and files in which no record shows one keep their results.
+    """
+    whole = disagreement(exit_code, junit, observed)
+    if whole is None or junit is None or exit_code not in (0, 1) or observed.ended is None:
+        return whole
+    by_file = junit.bad_by_file(observed.files)
+    events = {name for name, file in observed.files.items() if file.failures()}
+    attributed = sum(by_file.values()) == junit.failures + junit.errors
+    if not attributed or not (events or any(by_file.values())):
+        return whole
+    if by_file.get(path, 0) and path not in events:
+        return f"JUnit counts {by_file[path]} failing test(s) of this file, the runner's own record none"
     return None
 
 

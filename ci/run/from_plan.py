@@ -32,7 +32,7 @@ def run_unit(unit: Unit) -> RunUnit:
         min_memory_gib=unit.min_memory_gib,
         serial=unit.serial,
         allow_all_skipped=unit.allow_all_skipped,
-        unstable=(unit.notify or "declared unstable") if unit.unstable else None,
+        unstable=unit.unstable,
         nodes=unit.nodes or (),
         deselect=unit.deselect,
         declaration_error=error,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ci.run import results
 from ci.run.dark import DarkTest
-from ci.run.evidence import Failure, FileEvidence, JUnitCounts, Observed, disagreement
+from ci.run.evidence import Failure, FileEvidence, JUnitCounts, Observed, disagreement, disagreement_about
 from ci.run.retry import PLAIN_TEST, Classification, Evidence, RetryRow, classify, last_lines
 from ci.run.supervise import Ended
 from ci.run.unit import RunUnit
@@ -104,7 +104,7 @@ def _of_file(unit: RunUnit, evidence: FileEvidence, process: ProcessEvidence, da
     if counts["failed"]:
         return Judgement(results.FAILED, _first(failures))
     if ended.reason == "exited":
-        wrong = _process_error(process)
+        wrong = _process_error(unit, process)
         if wrong is not None:
             return Judgement(results.ERROR, wrong)
     if unfinished:
@@ -130,7 +130,7 @@ def _timed_out(evidence: FileEvidence, unfinished: Sequence[str], ended: Ended) 
     return Judgement(results.TIMEOUT, f"not finished after {ended.wall_s:.0f} s, next was {unfinished[0]}")
 
 
-def _process_error(process: ProcessEvidence) -> str | None:
+def _process_error(unit: RunUnit, process: ProcessEvidence) -> str | None:
     ended = process.ended
     if ended.signal is not None:
         return f"pytest was killed by signal {ended.signal}"
@@ -139,7 +139,14 @@ def _process_error(process: ProcessEvidence) -> str | None:
         name = {INTERRUPTED: "interrupted", INTERNAL: "internal error", USAGE: "usage error"}.get(ended.exit_code)
         last = next((line.strip() for line in reversed(process.log_tail.splitlines()) if line.strip()), "")
         return f"pytest ended with exit code {ended.exit_code}{f' ({name})' if name else ''}: {last[:300]}"
-    return disagreement(ended.exit_code, process.junit, process.observed)
+    return disagreement_about(unit.path, ended.exit_code, process.junit, process.observed)
+
+
+def odd_exit(process: ProcessEvidence) -> str | None:
+    """What to remember about a process whose exit code contradicts its reports, None where they agree."""
+    if process.ended.reason != "exited" or process.ended.exit_code not in (OK, TESTS_FAILED):
+        return None
+    return disagreement(process.ended.exit_code, process.junit, process.observed)
 
 
 def _first(failures: Sequence[Failure]) -> str:

@@ -26,10 +26,19 @@ def unit(**changes) -> Unit:
 
 
 def test_planned_unit_keeps_what_decides_how_it_runs():
-    made = run_unit(unit(unstable=True, gates=(GATE,), allow_all_skipped="reason", nodes=(f"{PATH}::a",), serial=True))
+    made = run_unit(
+        unit(
+            unstable="races with the disk",
+            notify="ci: expired",
+            gates=(GATE,),
+            allow_all_skipped="reason",
+            nodes=(f"{PATH}::a",),
+            serial=True,
+        )
+    )
     assert (made.est_s, made.timeout_s, made.num_gpus, made.serial) == (1.5, 300.0, 2, True)
     assert made.gates[0].steps == (1, 2)
-    assert made.unstable == "declared unstable"
+    assert made.unstable == "races with the disk"
     assert made.nodes == (f"{PATH}::a",)
     assert run_unit(unit(kind="declaration-error", errors=("bad suite",))).declaration_error == "bad suite"
 

@@ -77,6 +77,56 @@ def test_witnesses_that_disagree_are_an_error(tmp_path, ended, junit, message):
     assert message in judged.message
 
 
+OTHER = "tests/fast/test_other.py"
+END = {"event": "end", "exit": 0, "failed": 1, "collected": 2}
+
+
+def shared_process(tmp_path: Path, *, other: str = "failed") -> evidence.Observed:
+    """Two files in one process: test_x passed, test_other as told."""
+    broken = {"failure": failure()} if other == "failed" else {}
+    node = {"event": "phase", "node": f"{OTHER}::test_b", "when": "call", "outcome": other, "seconds": 0.1, **broken}
+    return events(tmp_path, collected("test_a"), {"event": "collected", "nodes": [f"{OTHER}::test_b"]},
+                  phase("test_a"), node, END)  # fmt: skip
+
+
+def test_wrong_exit_code_of_a_shared_process_costs_only_the_file_that_failed(tmp_path):
+    junit = JUnitCounts(2, 1, 0, 0, {"tests.fast.test_other": 1})
+    seen = shared_process(tmp_path)
+    assert judge(seen, EXIT_0, junit).outcome == "passed"
+    assert judge(seen, EXIT_0, junit, unit=RunUnit(OTHER, OTHER, 1.0, 60.0)).outcome == "failed"
+    odd = outcome.odd_exit(ProcessEvidence(EXIT_0, seen, junit, ""))
+    assert odd == "exit code 0, but JUnit counts 1 failure(s) and 0 error(s)"
+    assert outcome.odd_exit(ProcessEvidence(EXIT_1, seen, junit, "")) is None
+
+
+def test_failure_that_only_junit_knows_is_an_error_of_its_file_alone(tmp_path):
+    junit = JUnitCounts(2, 1, 0, 0, {"tests.fast.test_other.TestB": 1})
+    seen = shared_process(tmp_path, other="passed")
+    judged = judge(seen, EXIT_1, junit, unit=RunUnit(OTHER, OTHER, 1.0, 60.0))
+    assert (judged.outcome, "the runner's own record none" in judged.message) == ("error", True)
+    assert judge(seen, EXIT_1, junit).outcome == "passed"
+
+
+@pytest.mark.parametrize("junit", [JUnitCounts(2, 1, 0, 0, {"elsewhere.test_c": 1}), JUnitCounts(2, 0, 0, 0)])
+def test_exit_code_that_no_file_explains_is_an_error_of_every_file(tmp_path, junit):
+    seen = shared_process(tmp_path, other="passed")
+    assert judge(seen, EXIT_1, junit).outcome == "error"
+
+
+def test_wrong_exit_code_of_a_session_that_did_not_end_is_an_error_of_every_file(tmp_path):
+    seen = shared_process(tmp_path)
+    seen.ended = None
+    assert judge(seen, EXIT_0, JUnitCounts(2, 1, 0, 0, {"tests.fast.test_other": 1})).outcome == "error"
+
+
+def test_junit_class_belongs_to_the_longest_path(tmp_path):
+    counts = JUnitCounts(3, 3, 0, 0, {"tests.a.test_b": 1, "tests.a.test_b.test_c.TestD": 2})
+    assert counts.bad_by_file(["tests/a/test_b.py", "tests/a/test_b/test_c.py"]) == {
+        "tests/a/test_b.py": 1,
+        "tests/a/test_b/test_c.py": 2,
+    }
+
+
 def test_item_that_never_reported_is_an_error_although_pytest_is_content(tmp_path):
     seen = events(tmp_path, collected("test_a", "test_b"), phase("test_a"))
     judged = judge(seen, EXIT_0, ONE)
