@@ -96,9 +96,13 @@ def _draw_block(logits: torch.Tensor, rows: SamplingRows, start: int, stop: int)
     # NaN anywhere in the row must surface even when the drawn token's value is finite.
     log_probs = torch.where(torch.isfinite(log_p.amax(-1)), log_probs, torch.nan)
     chosen = tokens.cpu().numpy()
-    for row in np.flatnonzero(rows.want_support[at]):
-        if start + row not in kept:
-            kept[start + int(row)] = _whole_support(log_p[row], int(chosen[row]), bool(greedy[row]))
+    whole = np.flatnonzero(rows.want_support[at] & ~rows.cuts[at] & ~greedy)
+    if len(whole):
+        everything = np.arange(log_p.shape[1], dtype=np.int32)
+        values = log_p[torch.from_numpy(whole).to(device)].cpu().numpy()
+        kept |= {start + int(row): (everything, values[i]) for i, row in enumerate(whole)}
+    for row in np.flatnonzero(rows.want_support[at] & greedy).tolist():
+        kept[start + row] = (chosen[row : row + 1].astype(np.int32), np.zeros(1, dtype=np.float32))
     return Drawn(chosen, log_probs.cpu().numpy(), kept)
 
 
@@ -123,22 +127,24 @@ def _draw_cut(
     rank = torch.arange(p.shape[1], device=p.device)[None, :]
     keep = ((before < top_p) | (top_p >= 1.0)) & ((rank < top_k) | (top_k <= 0)) & (p >= min_p * p[:, :1])
     keep[:, 0] = True
-    place = _inverse_cdf(p * keep, u)[:, None]
-    supports: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for i, row in enumerate(cut):
-        if rows.want_support[start + row]:
-            members, values = ids[i][keep[i]], ordered[i][keep[i]].double()
-            renormalised = values - torch.logsumexp(values, 0)
-            supports[start + int(row)] = _by_id(members, renormalised)
-    return ids.gather(1, place)[:, 0], supports
+    inside = p * keep
+    tokens = ids.gather(1, _inverse_cdf(inside, u)[:, None])[:, 0]
+    wanted = np.flatnonzero(rows.want_support[start + cut])
+    if len(wanted) == 0:
+        return tokens, {}
+    chosen = torch.from_numpy(wanted).to(p.device)
+    # A running sum adds a row's terms one by one in its own order: no bit depends on the other rows.
+    mass = inside[chosen].cumsum(-1)[:, -1:]
+    # Relative to the likeliest token, so that a row of one gets exactly 0.
+    log_mass = ordered[chosen, :1].double() + (mass / p[chosen, :1]).log()
+    by_id = torch.zeros_like(keep[chosen]).scatter_(1, ids[chosen], keep[chosen])
+    support = _rows_of(by_id, log_p[chosen].double() - log_mass)
+    return tokens, dict(zip((start + cut[wanted]).tolist(), support, strict=True))
 
 
-def _whole_support(log_p: torch.Tensor, token: int, greedy: bool) -> tuple[np.ndarray, np.ndarray]:
-    if greedy:
-        return np.array([token], dtype=np.int32), np.zeros(1, dtype=np.float32)
-    return _by_id(torch.arange(len(log_p), device=log_p.device), log_p)
-
-
-def _by_id(ids: torch.Tensor, log_probs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    order = torch.argsort(ids)
-    return ids[order].cpu().numpy().astype(np.int32), log_probs[order].cpu().numpy().astype(np.float32)
+def _rows_of(kept: torch.Tensor, log_probs: torch.Tensor) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(ids ascending int32, their log-probs float32) of each row; both arguments [n, V]."""
+    ids = kept.nonzero()[:, 1].cpu().numpy().astype(np.int32)
+    values = log_probs[kept].float().cpu().numpy()
+    ends = kept.sum(-1).cumsum(0).tolist()
+    return [(ids[a:b], values[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]

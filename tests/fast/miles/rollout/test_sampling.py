@@ -121,3 +121,21 @@ def test_uniform_numbers_are_spread_and_differ_by_position(seed):
     assert len(np.unique(u)) == 4000
     counts = np.histogram(u, bins=10, range=(0, 1))[0]
     assert ((counts - 400) ** 2 / 400).sum() < 40
+
+
+def test_a_support_does_not_depend_on_companions_and_a_single_id_has_log_prob_zero():
+    torch.manual_seed(2)
+    logits = torch.randn(12, 60) * 3
+    mixed = rows(12, want_support=True)
+    mixed.top_p[::2], mixed.top_p[4], mixed.top_k[[1, 3]], mixed.temperature[5] = 0.8, 1e-6, [1, 7], 0.0
+    mixed.want_support[6] = False
+    together = draw(logits, mixed).support
+    assert sorted(together) == [i for i in range(12) if i != 6]
+    for i, (ids, values) in together.items():
+        one = SamplingRows(*(getattr(mixed, name)[i : i + 1] for name in SamplingRows.__slots__))
+        alone = draw(logits[i : i + 1], one).support[0]
+        assert np.array_equal(alone[0], ids)
+        assert np.array_equal(alone[1], values)
+    assert [together[i][1].tolist() for i in (1, 4, 5)] == [[0.0]] * 3
+    assert len(together[3][0]) == 7
+    assert len(together[7][0]) == 60
