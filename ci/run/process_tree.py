@@ -118,17 +118,67 @@ def write_file(path: str, text: str) -> bool:
     return True
 
 
-def reap() -> list[tuple[int, int]]:
-    """Collect every child that has ended: [(pid, wait status)]."""
+def reap() -> tuple[list[tuple[int, int]], bool]:
+    """Collect every child that has ended: [(pid, wait status)], and whether no child is left at all."""
     ended: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return ended
+            return ended, True
         if pid == 0:
-            return ended
+            return ended, False
         ended.append((pid, status))
+
+
+def children_of(pid: int, *, proc: str = "/proc") -> list[Process] | None:
+    """Direct children of every thread of `pid`; None where the kernel does not list them or the process is gone."""
+    found: list[Process] = []
+    try:
+        for thread in os.listdir(f"{proc}/{pid}/task"):
+            with open(f"{proc}/{pid}/task/{thread}/children", "rb") as file:
+                processes = (read_process(int(name), proc=proc) for name in file.read().split())
+                found.extend(process for process in processes if process is not None)
+    except OSError:
+        return None
+    return found
+
+
+def freeze(
+    root: int,
+    *,
+    until: float = float("inf"),
+    children: Callable[[int], list[Process] | None] = children_of,
+    find: Callable[[int], list[Process]] = living_below,
+    deliver: Callable[[Iterable[Process], int], int] = send,
+) -> list[Process]:
+    """Stop everything below `root` with SIGSTOP and return it, also when it forks faster than /proc can be read.
+
+    From the root down, each process is stopped before its children are read: a stopped process neither forks nor
+    exits, so its list is final and the walk overtakes a chain of forks. What was orphaned on the way is a child of
+    the root in the next walk. A walk that meets nothing new, confirmed by a scan of all processes, is the end;
+    `until` (monotonic) bounds it.
+    """
+    stopped: dict[tuple[int, int], Process] = {}
+
+    def stop(process: Process) -> bool:
+        key = (process.pid, process.start)
+        if not process.alive or key in stopped:
+            return False
+        deliver([process], signal.SIGSTOP)
+        stopped[key] = process
+        return True
+
+    while time.monotonic() < until:
+        fresh = 0
+        queue = [root]
+        while queue:
+            for child in children(queue.pop()) or ():
+                fresh += stop(child)
+                queue.append(child.pid)
+        if not fresh and not sum(map(stop, find(root))):
+            break
+    return list(stopped.values())
 
 
 def kill_all(
@@ -137,29 +187,25 @@ def kill_all(
     limit_s: float,
     on_reaped: Callable[[int, int], None],
     cgroup: str | None = None,
+    stop_all: Callable[..., list[Process]] = freeze,
     find: Callable[[int], list[Process]] = living_below,
     deliver: Callable[[Iterable[Process], int], int] = send,
 ) -> list[Process]:
-    """SIGKILL everything below `root`; returns what is still alive after `limit_s`.
+    """SIGKILL everything below `root`, which is this process; returns what is still alive after `limit_s`.
 
-    Each round first stops what it sees until nothing new appears, so that a tree that forks faster than it is
-    killed cannot win.
+    The end is the kernel's word that no child is left: a subreaper without children has no descendants.
     """
     deadline = time.monotonic() + limit_s
     while True:
         if cgroup is not None:
             write_file(f"{cgroup}/cgroup.kill", "1")
-        seen: set[int] = set()
-        while True:
-            fresh = [process for process in find(root) if process.pid not in seen]
-            if not fresh:
-                break
-            deliver(fresh, signal.SIGSTOP)
-            seen.update(process.pid for process in fresh)
-        deliver(find(root), signal.SIGKILL)
-        for pid, status in reap():
+        deliver(stop_all(root, until=deadline, find=find, deliver=deliver), signal.SIGKILL)
+        ended, childless = reap()
+        for pid, status in ended:
             on_reaped(pid, status)
         left = find(root)
-        if not left or time.monotonic() >= deadline:
+        if (childless and not left) or time.monotonic() >= deadline:
+            # One that was forked while the time ran out must not live on.
+            deliver(left, signal.SIGKILL)
             return left
-        time.sleep(0.02)
+        time.sleep(0.005)

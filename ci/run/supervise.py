@@ -174,10 +174,8 @@ def _follow(
 
 def _kill_with_tree(process: subprocess.Popen[bytes]) -> None:
     """The supervisor does not answer: kill what is below it while it still holds the tree together, then it."""
-    for _ in range(50):
-        below = process_tree.living_below(process.pid)
-        if not below:
-            break
+    deadline = time.monotonic() + 1.0
+    while below := process_tree.freeze(process.pid, until=deadline):
         process_tree.send(below, signal.SIGKILL)
         time.sleep(0.02)
     process.kill()
@@ -202,7 +200,10 @@ def _lost(events: _Events, wall_s: float) -> Ended:
         if started["cgroup"] is not None:
             process_tree.write_file(f"{started['cgroup']}/cgroup.kill", "1")
         main = process_tree.read_process(started["pid"])
-        tree = [] if main is None else [main, *process_tree.living_below(main.pid)]
+        tree: list[process_tree.Process] = []
+        if main is not None:
+            process_tree.send([main], signal.SIGSTOP)
+            tree = [main, *process_tree.freeze(main.pid, until=time.monotonic() + supervisor.VERIFY_S)]
         process_tree.send(tree, signal.SIGKILL)
         time.sleep(0.05)
         left = [p for p in tree if (now := process_tree.read_process(p.pid)) is not None and now.alive]

@@ -167,7 +167,7 @@ class Supervisor:
                 self.cancelled = True
 
     def _reap(self) -> None:
-        for pid, status in process_tree.reap():
+        for pid, status in process_tree.reap()[0]:
             self._reaped(pid, status)
 
     def _reaped(self, pid: int, status: int) -> None:
