@@ -1,14 +1,17 @@
-"""The SQL both stores share, written once with `?` placeholders in the dialect both servers understand."""
+"""All that both stores share: SQL, migrations, errors. Written once with `?` placeholders in the dialect both servers understand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from ci.history.errors import StoreError
 from ci.history.records import CANDIDATE, TRUSTED, DurationRow, MetricIdentity, MetricValue
 
 IDENTITY_COLUMNS = ("test", "backend", "suite", "hardware", "num_gpus", "metric", "steps", "spec_digest")
 
+SCHEMA_VERSION = 1
 # Entry i brings a store from version i to i + 1. An entry that was released is never edited.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -32,13 +35,74 @@ _IDENTITY_LIST = ", ".join(IDENTITY_COLUMNS)
 
 
 class SqlStore:
-    """Everything but the connection. A subclass gives `_rows` (read) and `_write` (one transaction)."""
+    """Everything but the connection.
+
+    A subclass sets `_where` (the address without a password) and `_driver_error`, opens its connection, calls
+    `_migrate`, and gives `_execute`, `_transaction` and `close`.
+    """
+
+    _where: str
+    _driver_error: type[Exception]
+
+    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
+        """Run one statement (`?` placeholders); the driver's own cursor. Raises `_driver_error`."""
+        raise NotImplementedError
+
+    def _transaction(self) -> AbstractContextManager[Any]:
+        """All or nothing, against other threads and processes too."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def _lock_schema(self) -> None:
+        """Called first in the migrating transaction: two runners that meet an empty store take turns."""
+
+    def _migrate(self) -> None:
+        """Create or update the tables; the connection is closed when that fails."""
+        try:
+            with self._failures("create tables"), self._transaction():
+                self._lock_schema()
+                self._execute("CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL)")
+                row = self._execute("SELECT version FROM schema_version").fetchone()
+                version = row[0] if row else 0
+                if version > SCHEMA_VERSION:
+                    raise StoreError(
+                        f"history store {self._where}: schema version {version} is newer than {SCHEMA_VERSION}, "
+                        "the newest this harness knows; update the checkout"
+                    )
+                for step in MIGRATIONS[version:]:
+                    for statement in step:
+                        self._execute(statement)
+                if version != SCHEMA_VERSION:
+                    self._execute("DELETE FROM schema_version")
+                    self._execute("INSERT INTO schema_version VALUES (?)", (SCHEMA_VERSION,))
+        except BaseException:
+            self.close()
+            raise
 
     def _rows(self, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        raise NotImplementedError
+        with self._failures("read"):
+            found: list[tuple[Any, ...]] = self._execute(sql, parameters).fetchall()
+            return found
 
     def _write(self, statements: Iterable[tuple[str, Sequence[Any]]]) -> int:
-        raise NotImplementedError
+        """One transaction; returns how many rows changed."""
+        changed = 0
+        with self._failures("write"), self._transaction():
+            for sql, parameters in statements:
+                changed += max(0, self._execute(sql, parameters).rowcount)
+        return changed
+
+    @contextmanager
+    def _failures(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except self._driver_error as error:
+            raise self._failed(doing, error) from error
+
+    def _failed(self, doing: str, error: Exception) -> StoreError:
+        return StoreError(f"history store {self._where}: cannot {doing}: {' '.join(str(error).split())}")
 
     def record_durations(self, rows: Sequence[DurationRow]) -> int:
         sql = f"INSERT INTO durations VALUES ({', '.join('?' * 11)}) ON CONFLICT DO NOTHING"

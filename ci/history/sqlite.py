@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ci.history.errors import StoreError
-from ci.history.sql import MIGRATIONS, SqlStore
-from ci.history.store import SCHEMA_VERSION
+from ci.history.sql import SqlStore
 
 BUSY_TIMEOUT_S = 10.0
 
@@ -19,75 +19,56 @@ BUSY_TIMEOUT_S = 10.0
 class SqliteStore(SqlStore):
     """`SqliteStore(path)` opens or creates the file; `:memory:` is refused, since no other process could read it."""
 
+    _driver_error = sqlite3.Error
+
     def __init__(self, path: str | Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
-        self._path = str(path)
+        self._where = str(path)
         self._lock = threading.RLock()
-        if self._path in ("", ":memory:"):
+        if self._where in ("", ":memory:"):
             raise StoreError("history store: SQLite needs the path of a file, e.g. sqlite:results/history.db")
         try:
-            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            Path(self._where).parent.mkdir(parents=True, exist_ok=True)
             # Tests of one shard end in several threads; the lock below serialises them.
             self._connection = sqlite3.connect(
-                self._path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
+                self._where, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
             )
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=NORMAL")
+            self._use_wal(time.monotonic() + busy_timeout_s)
+            self._execute("PRAGMA synchronous=NORMAL")
         except (OSError, sqlite3.Error) as error:
             raise self._failed("open", error) from error
-        try:
-            self._migrate()
-        except BaseException:
-            self._connection.close()
-            raise
+        self._migrate()
 
     def close(self) -> None:
         self._connection.close()
 
-    def _migrate(self) -> None:
-        with self._transaction("create tables"):
-            execute = self._connection.execute
-            execute("CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL)")
-            row = execute("SELECT version FROM schema_version").fetchone()
-            version = row[0] if row else 0
-            if version > SCHEMA_VERSION:
-                raise StoreError(
-                    f"history store {self._path}: schema version {version} is newer than {SCHEMA_VERSION}, "
-                    "the newest this harness knows; update the checkout"
-                )
-            for step in MIGRATIONS[version:]:
-                for statement in step:
-                    execute(statement)
-            if version != SCHEMA_VERSION:
-                execute("DELETE FROM schema_version")
-                execute("INSERT INTO schema_version VALUES (?)", (SCHEMA_VERSION,))
-
-    @contextmanager
-    def _transaction(self, doing: str) -> Iterator[None]:
-        with self._lock:
+    def _use_wal(self, deadline: float) -> None:
+        """SQLite does not wait for the lock of a change of mode, so two runners that create the file would collide."""
+        while True:
             try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                try:
-                    yield
-                except BaseException:
-                    self._connection.execute("ROLLBACK")
+                self._execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
                     raise
-                self._connection.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise self._failed(doing, error) from error
+                time.sleep(0.01)
+
+    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+        with self._lock:
+            return self._connection.execute(sql, tuple(parameters))
 
     def _rows(self, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        try:
-            with self._lock:
-                return self._connection.execute(sql, tuple(parameters)).fetchall()
-        except sqlite3.Error as error:
-            raise self._failed("read", error) from error
+        with self._lock:
+            return super()._rows(sql, parameters)
 
-    def _write(self, statements: Iterable[tuple[str, Sequence[Any]]]) -> int:
-        changed = 0
-        with self._transaction("write"):
-            for sql, parameters in statements:
-                changed += self._connection.execute(sql, tuple(parameters)).rowcount
-        return changed
-
-    def _failed(self, doing: str, error: Exception) -> StoreError:
-        return StoreError(f"history store {self._path}: cannot {doing}: {error}")
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock:
+            self._execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                # A full disk has ended the transaction already.
+                if self._connection.in_transaction:
+                    self._execute("ROLLBACK")
+                raise
+            self._execute("COMMIT")

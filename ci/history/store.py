@@ -12,8 +12,6 @@ from typing import Protocol
 from ci.history.errors import StoreError
 from ci.history.records import DurationRow, MetricIdentity, MetricValue
 
-SCHEMA_VERSION = 1
-
 
 class HistoryStore(Protocol):
     """Durations and metric values of earlier runs. Every method raises `StoreError` when the store fails."""

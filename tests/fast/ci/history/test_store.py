@@ -124,6 +124,41 @@ def test_two_runners_may_create_the_same_store_at_once(address):
     opened.close()
 
 
+def test_creating_one_sqlite_file_at_once_never_collides(tmp_path):
+    """The change to WAL does not wait for a lock by itself."""
+    errors: list[Exception] = []
+
+    def create(path: str, ready: threading.Barrier) -> None:
+        try:
+            ready.wait()
+            open_store(path).close()
+        except StoreError as error:
+            errors.append(error)
+
+    for number in range(20):
+        ready = threading.Barrier(4)
+        threads = [threading.Thread(target=create, args=(str(tmp_path / f"{number}.db"), ready)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+
+
+def test_full_disk_is_an_error_that_says_so_and_leaves_the_store_usable(tmp_path):
+    from ci.history.sqlite import SqliteStore
+
+    store = SqliteStore(tmp_path / "h.db")
+    (pages,) = store._execute("PRAGMA page_count").fetchone()
+    store._execute(f"PRAGMA max_page_count={pages + 2}")
+    with pytest.raises(StoreError, match=r"h\.db: cannot write: database or disk is full"):
+        store.record_durations([row(run_id="x" * 500 + str(n)) for n in range(200)])
+    store._execute("PRAGMA max_page_count=100000")
+    assert store.passing_durations(hardware="cpu", since=0) == {}
+    assert store.record_durations([row()]) == 1
+    store.close()
+
+
 def test_store_of_a_newer_harness_is_refused(store, address):
     store._write([("UPDATE schema_version SET version = ?", (99,))])
     with pytest.raises(StoreError, match="schema version 99 is newer than 1"):

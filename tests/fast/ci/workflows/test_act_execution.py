@@ -23,7 +23,7 @@ from ci.workflows.emit import to_yaml
 from ci.workflows.model import Workflow
 from ci.workflows.simulate import Event, simulate
 
-register_cpu_ci(30, "stage-a-cpu", nightly=True)
+register_cpu_ci(8, "stage-a-cpu")
 
 ACT = Path(sys.executable).with_name("act")
 SUITE = "stage-a-cpu"
