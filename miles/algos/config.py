@@ -138,6 +138,16 @@ class AlgoConfig(StrictModel):
         return self.kl.where != "none"
 
     @property
+    def needs_reference_support(self) -> bool:
+        """The reference is scored on every id of the sampler's supports instead of the drawn tokens."""
+        return self.needs_reference and self.kl.estimator == "support_exact"
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """The reward holds a KL of the policy before the step, and the rollout's own log-probs do not stand for it."""
+        return self.kl.where == "reward" and not self.correction.bypass
+
+    @property
     def needs_teacher(self) -> bool:
         return self.opd_coef > 0.0
 

@@ -54,4 +54,6 @@ def support_exact(log_policy: torch.Tensor, log_reference: torch.Tensor, offsets
             "must be on the same support; score the reference with the rollout's sampling masks"
         )
     terms = log_policy.exp() * (log_policy - log_reference)
+    if len(offsets) == 1:
+        return terms  # no tokens: empty, in the graph
     return torch.segment_reduce(terms, "sum", offsets=offsets)

@@ -175,27 +175,49 @@ def support_log_softmax(
     What `miles.algos.kl.support_exact` compares between policy and reference.
     """
     check_temperature(temperature)
-    n, width = logits.shape
-    start = group_rank(group) * width
+    n = len(logits)
+    if len(offsets) != n + 1:
+        raise ValueError(f"support: {len(offsets) - 1} rows for {n} logit rows; pass the masks of these tokens")
     rows = torch.repeat_interleave(torch.arange(n, device=ids.device), offsets.diff(), output_size=len(ids))
-    local = (ids >= start) & (ids < start + width)
-    picked = logits[rows, torch.where(local, ids - start, 0)].float() / temperature
-    # Each id lives on one rank; summing spreads it to all, and every rank then computes the same result. The
-    # result being replicated, the gradient must not be summed again: hence the copy without a backward sum.
-    z = _ReplicateSum.apply(torch.where(local, picked, 0.0), group)
-    maximum = torch.segment_reduce(z.detach(), "max", offsets=offsets)
-    total = torch.segment_reduce((z - maximum[rows]).exp(), "sum", offsets=offsets)
-    return z - (maximum + total.log())[rows]
+    return _SupportSoftmax.apply(logits, ids, rows, offsets, group, temperature)
 
 
-class _ReplicateSum(torch.autograd.Function):
+class _SupportSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        return all_reduce(values.clone(), group=group, name="support logits")
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        temperature: float,
+    ) -> torch.Tensor:
+        width = logits.shape[1]
+        start = group_rank(group) * width
+        local = (ids >= start) & (ids < start + width)
+        columns = torch.where(local, ids - start, 0)
+        z = torch.where(local, logits[rows, columns].float() / temperature, 0.0)
+        # Each id lives on one rank; the sum spreads it to all, and every rank then computes the same result.
+        z = all_reduce(z, group=group, name="support logits")
+        if len(ids):
+            z = z - torch.segment_reduce(z, "max", offsets=offsets)[rows]
+            z = z - torch.segment_reduce(z.exp(), "sum", offsets=offsets).log()[rows]
+        ctx.save_for_backward(z, columns, rows, local, offsets)
+        ctx.shape, ctx.dtype, ctx.temperature = logits.shape, logits.dtype, temperature
+        return z
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        log_p, columns, rows, local, offsets = ctx.saved_tensors
+        out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
+        if len(grad):
+            # The result is the same on every rank, and so is its gradient: nothing is summed over ranks.
+            total = torch.segment_reduce(grad.contiguous(), "sum", offsets=offsets)
+            values = (grad - log_p.exp() * total[rows]) / ctx.temperature
+            # (row, id) pairs are unique, so no two writes meet.
+            out[rows[local], columns[local]] = values[local].to(ctx.dtype)
+        return out, None, None, None, None, None
 
 
 __all__ = [

@@ -90,6 +90,12 @@ class MicroBatch:
         return np.bincount(self.sequence, minlength=len(self.sample_ids))
 
     @property
+    def support_counts(self) -> np.ndarray:
+        """int64 [S]: how many ids the supports of each sequence's tokens here hold together."""
+        assert self.support is not None
+        return np.diff(self.support.offsets[np.cumsum(np.append(0, self.token_counts))])
+
+    @property
     def is_dummy(self) -> bool:
         return bool((self.sample_index < 0).all())
 
@@ -239,8 +245,11 @@ def _dummy(source: _Source, pad_id: int) -> Sample:
     zeros: dict[str, Any] = {name: np.zeros(1, dtype=np.float32) for name in source.fields}
     sample = Sample("dummy", -1, -1, np.full(2, pad_id, dtype=np.int64), 1, status=Status.COMPLETED, **zeros)
     if source.use_support:
-        vocab_size = next((s.sampling_mask.vocab_size for s in source.samples if s.sampling_mask), pad_id + 1)
+        other = next((s.sampling_mask for s in source.samples if s.sampling_mask), None)
+        vocab_size = pad_id + 1 if other is None else other.vocab_size
         sample.sampling_mask = RolloutSamplingMask.singletons(sample.tokens[1:], vocab_size=vocab_size)
+        if other is not None and other.reference is not None:
+            sample.sampling_mask = sample.sampling_mask.with_reference(np.zeros(1, dtype=np.float32))
     return sample
 
 

@@ -25,7 +25,7 @@ from miles.data.sampling_mask import RolloutSamplingMask
 
 SCHEMA = 1
 COMPLETE = "COMPLETE"
-_SUPPORT = ("ids", "offsets", "logprobs")
+_SUPPORT = ("ids", "offsets", "logprobs", "reference")
 
 
 class ReplayError(MilesError):
@@ -165,6 +165,7 @@ def _put_together(plain: dict[str, Any], tensors: dict[str, np.ndarray]) -> Micr
             tensors["support.offsets"],
             plain["support_vocab_size"],
             tensors.get("support.logprobs"),
+            tensors.get("support.reference"),
         )
     values: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("support.")}
     for name, value in plain.items():

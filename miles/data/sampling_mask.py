@@ -24,13 +24,22 @@ def _integers(name: str, value: object, dtype: type) -> np.ndarray:
     return owned
 
 
+def _same(left: np.ndarray | None, right: np.ndarray | None) -> bool:
+    return left is right if left is None or right is None else np.array_equal(left, right)
+
+
+# Optional float32 arrays beside `ids`.
+_PER_ID = ("logprobs", "reference")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutSamplingMask:
     """Row t holds the ids that response token t could have been: `ids[offsets[t]:offsets[t+1]]`.
 
     `ids` int32 [sum |S_t|], distinct inside a row, in [0, vocab_size); `offsets` int64 [R+1], strictly
-    increasing from 0 (every row has an id). `logprobs` float32 per id, optional: the sampler's own, mass 1 a row.
-    Observation and forced tokens have the singleton row, where the log-prob is 0. Arrays are owned, read-only copies.
+    increasing from 0 (every row has an id). `logprobs` float32 per id, optional: the sampler's own, mass 1 a row;
+    `reference` likewise: those of the reference policy on the same support (exact KL). Observation and forced
+    tokens have the singleton row, where the log-prob is 0. Arrays are owned, read-only copies.
 
     >>> mask = RolloutSamplingMask.from_rows([[3], [1, 4]], vocab_size=8)
     >>> len(mask), mask.row(1).tolist()
@@ -41,17 +50,20 @@ class RolloutSamplingMask:
     offsets: np.ndarray
     vocab_size: int
     logprobs: np.ndarray | None = None
+    reference: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         set_(self, "ids", _integers("ids", self.ids, np.int32))
         set_(self, "offsets", _integers("offsets", self.offsets, np.int64))
         self._check_structure()
-        if self.logprobs is not None:
-            owned = np.array(self.logprobs, dtype=np.float32, copy=True)
-            owned.setflags(write=False)
-            set_(self, "logprobs", owned)
-            self._check_logprobs(owned)
+        for name in _PER_ID:
+            value = getattr(self, name)
+            if value is not None:
+                owned = np.array(value, dtype=np.float32, copy=True)
+                owned.setflags(write=False)
+                set_(self, name, owned)
+                self._check_logprobs(name, owned)
 
     def _check_structure(self) -> None:
         ids, offsets = self.ids, self.offsets
@@ -76,17 +88,17 @@ class RolloutSamplingMask:
             row, token = divmod(int(keys[repeated[0]]), self.vocab_size)
             raise ValueError(f"sampling mask: row {row} holds id {token} twice")
 
-    def _check_logprobs(self, logprobs: np.ndarray) -> None:
+    def _check_logprobs(self, name: str, logprobs: np.ndarray) -> None:
         if logprobs.shape != self.ids.shape:
-            raise ValueError(f"sampling mask: {logprobs.size} logprobs for {self.ids.size} ids")
+            raise ValueError(f"sampling mask: {logprobs.size} {name} for {self.ids.size} ids")
         if not np.isfinite(logprobs).all() or (logprobs.size and float(logprobs.max()) > 1e-6):
-            raise ValueError("sampling mask: logprobs must be finite and at most 0")
+            raise ValueError(f"sampling mask: {name} must be finite and at most 0")
         if len(self):
             mass = np.add.reduceat(np.exp(logprobs.astype(np.float64)), self.offsets[:-1])
             worst = int(np.argmax(np.abs(mass - 1.0)))
             if abs(mass[worst] - 1.0) > 1e-4:
                 raise ValueError(
-                    f"sampling mask: the probabilities of row {worst} sum to {mass[worst]:.6f}, expected 1"
+                    f"sampling mask: the {name} probabilities of row {worst} sum to {mass[worst]:.6f}, expected 1"
                 )
 
     def __len__(self) -> int:
@@ -95,15 +107,11 @@ class RolloutSamplingMask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RolloutSamplingMask):
             return NotImplemented
-        if self.logprobs is None or other.logprobs is None:
-            same_logprobs = self.logprobs is other.logprobs
-        else:
-            same_logprobs = np.array_equal(self.logprobs, other.logprobs)
         return (
             self.vocab_size == other.vocab_size
             and np.array_equal(self.ids, other.ids)
             and np.array_equal(self.offsets, other.offsets)
-            and same_logprobs
+            and all(_same(getattr(self, name), getattr(other, name)) for name in _PER_ID)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -130,7 +138,7 @@ class RolloutSamplingMask:
 
     @classmethod
     def concatenate(cls, masks: Iterable[RolloutSamplingMask]) -> RolloutSamplingMask:
-        """Rows of all masks in order. The vocabularies must agree; logprobs are kept when all have them."""
+        """Rows of all masks in order. The vocabularies must agree; what stands per id is kept when all have it."""
         parts = list(masks)
         if not parts:
             raise ValueError("sampling mask: nothing to concatenate")
@@ -139,9 +147,34 @@ class RolloutSamplingMask:
             raise ValueError(f"sampling mask: vocabularies differ: {sorted(sizes)}")
         bases = np.cumsum([0, *(len(part.ids) for part in parts)])
         offsets = np.concatenate([[0], *(part.offsets[1:] + base for part, base in zip(parts, bases, strict=False))])
-        logprobs = [part.logprobs for part in parts]
-        kept = np.concatenate([x for x in logprobs if x is not None]) if all(x is not None for x in logprobs) else None
-        return cls(np.concatenate([part.ids for part in parts]), offsets, sizes.pop(), kept)
+        per_id = {name: [value for part in parts if (value := getattr(part, name)) is not None] for name in _PER_ID}
+        joined = {name: np.concatenate(values) for name, values in per_id.items() if len(values) == len(parts)}
+        return cls._trusted(np.concatenate([part.ids for part in parts]), offsets, sizes.pop(), **joined)
+
+    @classmethod
+    def _trusted(
+        cls,
+        ids: np.ndarray,
+        offsets: np.ndarray,
+        vocab_size: int,
+        logprobs: np.ndarray | None = None,
+        reference: np.ndarray | None = None,
+    ) -> RolloutSamplingMask:
+        """From arrays of checked masks: no second validation, no copy."""
+        made = object.__new__(cls)
+        values = {"ids": ids, "offsets": offsets, "logprobs": logprobs, "reference": reference}
+        for name, value in values.items():
+            if value is not None:
+                value.setflags(write=False)
+            object.__setattr__(made, name, value)
+        object.__setattr__(made, "vocab_size", vocab_size)
+        return made
+
+    def with_reference(self, log_probs: np.ndarray) -> RolloutSamplingMask:
+        """This mask with the reference policy's log-probs float32 [sum |S_t|], in the order of `ids`."""
+        owned = np.array(log_probs, dtype=np.float32, copy=True)
+        self._check_logprobs("reference", owned)
+        return self._trusted(self.ids, self.offsets, self.vocab_size, self.logprobs, owned)
 
     def prefix(self, n: int) -> RolloutSamplingMask:
         if not 0 <= n <= len(self):
@@ -165,17 +198,21 @@ class RolloutSamplingMask:
         runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(wanted, breaks)]
         return RolloutSamplingMask.concatenate([self._slice(a, b) for a, b in runs])
 
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """int64: where in `ids` the ids of these rows stand, row by row."""
+        counts = np.diff(self.offsets)[rows]
+        ends = np.cumsum(counts)
+        return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(self.offsets[rows] - (ends - counts), counts)
+
     def _slice(self, start: int, stop: int) -> RolloutSamplingMask:
-        # Views of checked, read-only arrays: no second validation, no copy of the ids.
         low, high = int(self.offsets[start]), int(self.offsets[stop])
-        view = object.__new__(RolloutSamplingMask)
-        offsets = self.offsets[start : stop + 1] - low
-        offsets.setflags(write=False)
-        object.__setattr__(view, "ids", self.ids[low:high])
-        object.__setattr__(view, "offsets", offsets)
-        object.__setattr__(view, "vocab_size", self.vocab_size)
-        object.__setattr__(view, "logprobs", None if self.logprobs is None else self.logprobs[low:high])
-        return view
+        values = [getattr(self, name) for name in _PER_ID]
+        return self._trusted(
+            self.ids[low:high],
+            self.offsets[start : stop + 1] - low,
+            self.vocab_size,
+            *(None if value is None else value[low:high] for value in values),
+        )
 
     def require_tokens(self, tokens: np.ndarray) -> None:
         """`ValueError` with the first response index whose sampled token is not in its row."""

@@ -117,6 +117,10 @@ class TrainWorker:
         """Log-probs under the frozen model that the run started from; collective."""
         return self._backend.reference_logprobs(batch)
 
+    def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
+        """The frozen model's log-probs of every id of the samples' sampling masks; collective."""
+        return self._backend.reference_support(batch)
+
     def values(self, batch: RankBatch) -> list[np.ndarray]:
         """The critic's values before each response token; collective."""
         return self._backend.values(batch)

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from miles.algos.config import AlgoConfig
 from miles.algos.estimate import gather_scores, prepare_scoring, prepare_steps
+from miles.data.packing import FlopsShape
 from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig
 from miles.orchestrate.actors import Bundle
@@ -38,6 +40,8 @@ class TrainingLoop:
     record: Callable[[Row], None]
     before_checkpoint: Callable[[], None]
     version: int = 0
+    # What balancing by FLOPs needs to know of the model.
+    flops: FlopsShape | None = None
 
     async def run(self, first_step: int) -> None:
         """Steps `first_step` to `run.steps` - 1; a checkpoint now and then and after the last."""
@@ -72,10 +76,7 @@ class TrainingLoop:
     async def train(self, step: int, samples: list[Sample]) -> dict[str, float]:
         """Advantages and schedule here, then the optimizer step and the weight sync on every rank."""
         recipe = self.recipe
-        if recipe.algo.needs_reference:
-            await self.score(samples, "reference_log_probs", "ref_log_probs")
-        if recipe.algo.needs_values:
-            await self.score(samples, "values", "values")
+        await self.score_for(recipe.algo, samples)
         prepared = prepare_steps(
             samples,
             recipe.algo,
@@ -99,16 +100,33 @@ class TrainingLoop:
             recipe.quant.check_gates(result["metrics"])
         return {**prepared.metrics, **batch.metrics, **result["metrics"]}
 
+    async def score_for(self, algo: AlgoConfig, samples: list[Sample]) -> None:
+        """Write into the samples what the algorithm needs beside what the engine gave."""
+        if algo.needs_old_log_probs:
+            await self.score(samples, "log_probs", "old_log_probs")
+        if algo.needs_reference_support:
+            for sample, scores in zip(samples, await self.scores(samples, "reference_support"), strict=True):
+                assert sample.sampling_mask is not None
+                sample.sampling_mask = sample.sampling_mask.with_reference(scores)
+        elif algo.needs_reference:
+            await self.score(samples, "reference_log_probs", "ref_log_probs")
+        if algo.needs_values:
+            await self.score(samples, "values", "values")
+
     async def score(self, samples: list[Sample], method: str, field: str) -> None:
         """One number per response token from every worker's `method`, written into the samples' `field`."""
+        for sample, scores in zip(samples, await self.scores(samples, method), strict=True):
+            setattr(sample, field, scores)
+
+    async def scores(self, samples: list[Sample], method: str) -> list[np.ndarray]:
+        """What every worker's `method` gives for each sample, in their order."""
         batch = prepare_scoring(
             samples, self.schedule(), pad_id=self.pad_id, pad_multiple=self.pad_multiple, use_support=self.use_support
         )
         arguments = [(batch.for_rank(dp_rank),) for dp_rank in self.fleet.dp_ranks]
         results = dict(zip(self.fleet.dp_ranks, await self.fleet.on_workers(method, arguments), strict=True))
         by_rank = [results[dp_rank] for dp_rank in range(len(batch.ranks))]
-        for sample, scores in zip(samples, gather_scores(batch, by_rank, len(samples)), strict=True):
-            setattr(sample, field, scores)
+        return gather_scores(batch, by_rank, len(samples))
 
     @property
     def use_support(self) -> bool:
@@ -133,6 +151,7 @@ class TrainingLoop:
             balance=data.balance,
             layout=data.layout,
             partial_step=data.partial_step,
+            flops=self.flops,
         )
 
     async def save(self, step: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from miles.config.files import write_atomic
+from miles.data.packing import FlopsShape
 from miles.data.prompts import PromptSource
 from miles.data.tokenizer import Tokenizer
 from miles.observe.metrics_log import MetricsLog, rewind
@@ -96,7 +97,15 @@ class _Session:
                 log = stack.enter_context(MetricsLog(folder.metrics))
                 record = self._recorder(stack, log, rows)
                 loop = TrainingLoop(
-                    recipe, fleet, source, folder, self.tokenizer.pad_id, record, log.sync, version=version
+                    recipe,
+                    fleet,
+                    source,
+                    folder,
+                    self.tokenizer.pad_id,
+                    record,
+                    log.sync,
+                    version=version,
+                    flops=self._flops(),
                 )
                 # What start-up made lives to the end: collections during the steps need not walk over it.
                 gc.collect()
@@ -107,6 +116,14 @@ class _Session:
             await fleet.on_all_workers("export", folder.exported_model)
             self.progress.stage("done")
         return rows, evaluation
+
+    def _flops(self) -> FlopsShape | None:
+        if self.recipe.data.balance != "flops":
+            return None
+        from miles.models.family import read_hf_config
+        from miles.train.flops import flops_shape
+
+        return flops_shape(read_hf_config(self.model_dir), where=str(self.model_dir / "config.json"))
 
     def _resume(self, fleet: Fleet, source: OnPolicy | BoundedStaleness) -> tuple[int, int]:
         """(first step to run, weight version that the trainer holds)."""

@@ -94,11 +94,17 @@ def _teacher(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     if recipe.algo.needs_teacher:
         message = "algo.opd_coef needs log-probs of a teacher model, which the loop does not run yet"
         yield Finding("TEACHER", "error", message, "set algo.opd_coef to 0")
-    if recipe.algo.kl.estimator == "support_exact":
+
+
+def _support(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del facts
+    algo = recipe.algo
+    if algo.needs_reference_support and not (recipe.rollout.needs_sampling_mask and algo.support_log_probs == "auto"):
         message = (
-            "algo.kl.estimator support_exact needs reference scores on the support, which batches do not carry yet"
+            "algo.kl.estimator support_exact sums over the ids that the sampler could draw, but the rollout samples "
+            "from the whole vocabulary or algo.support_log_probs is off"
         )
-        yield Finding("TEACHER", "error", message, "use k2, k3 or low_var")
+        yield Finding("SUPPORT", "error", message, "set rollout.top_p below 1 (or top_k, min_p), or use k2 or low_var")
 
 
 def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -149,7 +155,8 @@ RULES: tuple[Rule, ...] = (
     Rule("FAMILY", "The recipe's family must be the one that the checkpoint states.", _family),
     Rule("PARALLEL", "Heads, KV groups, layers and experts must divide over the mesh.", _parallelism),
     Rule("SEQ-FIT", "Prompt and response must fit the model's positions.", _sequence_fits),
-    Rule("TEACHER", "Distillation and exact KL need scores that the loop does not have.", _teacher),
+    Rule("TEACHER", "Distillation needs scores that the loop does not have.", _teacher),
+    Rule("SUPPORT", "Exact KL is a sum over the sampler's support, so there must be one.", _support),
     Rule("ROLLOUT-MODE", "Only combinations that the loop drives may start.", _rollout_mode),
     Rule("DEVICES", "Every trainer rank on a GPU needs one.", _devices),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),

@@ -77,6 +77,9 @@ class Backend(Protocol):
     def reference_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
         """Like `logprobs`, under the policy the run started from; kept only when the algorithm needs it."""
 
+    def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
+        """Float32 per id of each sample's sampling mask: log-probs under the start policy, normalised on the support."""
+
     def values(self, batch: RankBatch) -> list[np.ndarray]:
         """Like `logprobs`: the critic's value before each response token; there is a critic only under `gae`."""
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -164,6 +164,13 @@ class MegatronBackend:
             raise TrainError("there is no reference model: it is kept only when algo.kl.where is reward or loss")
         return self._per_sample(batch, self.reference, self.scorer.log_probs)
 
+    def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
+        """Float32 [ids of the sample's sampling mask]: their log-probs under the start policy, normalised on each
+        token's support, ordered like `logprobs`."""
+        if self.reference is None:
+            raise TrainError("there is no reference model: it is kept only when algo.kl.where is reward or loss")
+        return self._per_sample(batch, self.reference, self.scorer.support_log_probs, per="support")
+
     def values(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 [R]: the critic's value before each response token, ordered like `logprobs`."""
         if "critic" not in self.models:
@@ -293,6 +300,7 @@ class MegatronBackend:
             self.algo,
             entropy=scores.entropy,
             support_mass=scores.support_mass,
+            kl_exact=scores.kl_exact,
             cp_group=self._context_group,
         )
 
@@ -304,12 +312,15 @@ class MegatronBackend:
         batch: RankBatch,
         trained: ScoredModel,
         read: Callable[[ModelInput, torch.Tensor], torch.Tensor],
+        *,
+        per: Literal["token", "support"] = "token",
     ) -> list[np.ndarray]:
         with self._bounded("scoring"):
-            results = trained.scores(self._inputs(batch), read)
+            results = trained.scores(self._inputs(batch), read, per=per)
         arrays: list[np.ndarray] = []
         for micro_batch, scores in zip(batch.micro_batches, results, strict=True):
-            pieces = np.split(scores.float().cpu().numpy(), np.cumsum(micro_batch.token_counts)[:-1])
+            counts = micro_batch.token_counts if per == "token" else micro_batch.support_counts
+            pieces = np.split(scores.float().cpu().numpy(), np.cumsum(counts)[:-1])
             arrays += [piece for index, piece in zip(micro_batch.sample_index, pieces, strict=True) if index >= 0]
         return arrays
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ class ModelInput:
     """One micro-batch (or this context-parallel rank's slice of it) on the device. `layout` is None for rows (`bshd`).
 
     `token_index` int64: which of the whole micro-batch's response tokens are here; None means all of them.
+    `support_index` and `whole_support`: the same for the ids of the sampler's supports.
     `rows_repeat`: several response tokens are predicted by one position (samples that share a prompt).
     """
 
@@ -32,10 +33,23 @@ class ModelInput:
     whole_tokens: int
     token_index: torch.Tensor | None = None
     rows_repeat: bool = False
+    whole_support: int = 0
+    support_index: torch.Tensor | None = None
 
     def run(self, model: Any) -> torch.Tensor:
         """Forward; on the last pipeline stage logits or values `[rows, T, width]`, else hidden states."""
         return model(self.tensors.input_ids, self.tensors.position_ids, None, packed_seq_params=self.layout)
+
+    def count(self, per: Literal["token", "support"]) -> int:
+        """Response tokens here, or ids of their supports."""
+        found = self.tensors.target_ids if per == "token" else self.tensors.support_ids
+        return 0 if found is None else len(found)
+
+    def places(self, per: Literal["token", "support"]) -> tuple[int, torch.Tensor | None]:
+        """(number in the whole micro-batch, which of them are here or None for all)."""
+        if per == "token":
+            return self.whole_tokens, self.token_index
+        return self.whole_support, self.support_index
 
     def response_rows(self, plane: torch.Tensor) -> torch.Tensor:
         """A copy `[n, width]` of the plane's rows that predict the n response tokens."""
@@ -98,4 +112,6 @@ def _slice(batch: MicroBatch, context: Zigzag | ContiguousAllGather, mesh: Mesh,
         DocumentLayout.from_slice(part, device, mesh.cp),
         len(batch.target_ids),
         torch.from_numpy(index).to(device),
+        whole_support=0 if batch.support is None else len(batch.support.ids),
+        support_index=None if batch.support is None else torch.from_numpy(batch.support.places(index)).to(device),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,10 +60,15 @@ class ScoredModel:
         return self.full_tensors.gather(weights.local_parameters(self.chunks))
 
     def scores(
-        self, inputs: Sequence[ModelInput], read: Callable[[ModelInput, torch.Tensor], torch.Tensor]
+        self,
+        inputs: Sequence[ModelInput],
+        read: Callable[[ModelInput, torch.Tensor], torch.Tensor],
+        *,
+        per: Literal["token", "support"] = "token",
     ) -> list[torch.Tensor]:
-        """`read` gives fp32 [n] from a micro-batch's output plane; results cover the whole micro-batch and are equal on every rank that
-        shares it (pipeline stages, context-parallel slices)."""
+        """`read` gives fp32 from a micro-batch's output plane: one value per response token, or per id of their
+        supports. Results cover the whole micro-batch and are equal on every rank that shares it (pipeline stages,
+        context-parallel slices)."""
 
         def collect(item: ModelInput, plane: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             values = read(item, plane)
@@ -72,14 +77,14 @@ class ScoredModel:
         results: list[Any] = loop.forward_only(self.chunks, inputs, collect, self.mesh)
         layout = self.mesh.layout
         if layout.pp_size > 1 and not results:
-            results = [torch.empty(len(item.tensors.target_ids), device=self._device) for item in inputs]
+            results = [torch.empty(item.count(per), device=self._device) for item in inputs]
         whole = []
         for item, values in zip(inputs, results, strict=True):
             if layout.pp_size > 1:
                 dist.broadcast(values, dist.get_global_rank(self.mesh.pp, layout.pp_size - 1), group=self.mesh.pp)
-            if item.token_index is not None:
-                full = values.new_zeros(item.whole_tokens)
-                values = full.index_copy(0, item.token_index, values)
+            total, index = item.places(per)
+            if index is not None:
+                values = values.new_zeros(total).index_copy(0, index, values)
                 dist.all_reduce(values, group=self.mesh.cp)
             whole.append(values)
         return whole

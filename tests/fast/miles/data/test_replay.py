@@ -19,7 +19,9 @@ def bundle(make_sample, tmp_path):
         make_sample(
             4,
             rollout_log_probs=np.linspace(-1, -0.1, 4, dtype=np.float32),
-            sampling_mask=RolloutSamplingMask.from_rows([[5, 1], [6], [7, 2], [8]], vocab_size=16),
+            sampling_mask=RolloutSamplingMask.from_rows([[5, 1], [6], [7, 2], [8]], vocab_size=16).with_reference(
+                np.log(np.array([0.5, 0.5, 1, 0.25, 0.75, 1], dtype=np.float32))
+            ),
         )
         for _ in range(5)
     ]

@@ -78,6 +78,21 @@ def test_prefix_then_concatenate_restores_the_mask():
     assert [merged.row(i).tolist() for i in (5, 6)] == [[6], [0]]
 
 
+def test_reference_log_probs_travel_with_their_ids():
+    built = mask()
+    scores = np.concatenate([np.log(np.full(len(row), 1 / len(row))) for row in ROWS]).astype(np.float32)
+    scored = built.with_reference(scores)
+    assert scored != built
+    picked = scored.select([4, 0])
+    np.testing.assert_array_equal(picked.reference, np.concatenate([scores[7:9], scores[0:2]]))
+    np.testing.assert_array_equal(scores[built.places(np.array([4, 0]))], picked.reference)
+    assert RolloutSamplingMask.concatenate([scored.prefix(2), scored.select(range(2, 5))]) == scored
+    assert RolloutSamplingMask.concatenate([scored, built]).reference is None
+    for wrong, message in ((scores[1:], "8 reference for 9 ids"), (scores - 1, "reference probabilities of row . sum")):
+        with pytest.raises(ValueError, match=message):
+            built.with_reference(wrong)
+
+
 def test_concatenating_different_vocabularies_is_refused():
     with pytest.raises(ValueError, match="vocabularies differ"):
         RolloutSamplingMask.concatenate([mask(), RolloutSamplingMask.from_rows([[1]], vocab_size=9)])

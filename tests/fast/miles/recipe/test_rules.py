@@ -30,6 +30,7 @@ QWEN3 = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
+EXACT_KL = {"kl": {"where": "loss", "estimator": "support_exact", "coef": 0.1}}
 VALIDATED = {"status": "validated", "hardware": "2 CPU cores", "date": "2026-01-01"}
 
 
@@ -57,8 +58,12 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(train={"device": "cuda", "parallel": {"dp": 2}}, placement={"gpus_per_node": 1}), facts()),
     ),
     "TEACHER": (
-        (recipe(algo={"kl": {"where": "loss", "estimator": "k3", "coef": 0.1}}), facts()),
-        (recipe(algo={"kl": {"where": "loss", "estimator": "support_exact", "coef": 0.1}}), facts()),
+        (recipe(algo={"opd_coef": 0.0}), facts()),
+        (recipe(algo={"opd_coef": 0.5}), facts()),
+    ),
+    "SUPPORT": (
+        (recipe(algo=EXACT_KL, rollout={"top_p": 0.9}), facts()),
+        (recipe(algo=EXACT_KL), facts()),
     ),
     "ROLLOUT-MODE": (
         (recipe(rollout={"max_staleness": 1}, algo={"correction": {"bypass": True}}), facts()),
@@ -103,6 +108,12 @@ def test_teacher_and_foreign_engine_are_refused_by_name() -> None:
     assert "algo.opd_coef" in teacher.message
     (engine,) = findings("ROLLOUT-MODE", (recipe(engine={"engine": "sglang"}), facts()))
     assert engine.fix == "use engine.engine=embedded"
+
+
+def test_exact_kl_without_scores_on_the_support_is_refused() -> None:
+    case = recipe(algo={**EXACT_KL, "support_log_probs": "off"}, rollout={"top_p": 0.9})
+    (found,) = findings("SUPPORT", (case, facts()))
+    assert "algo.support_log_probs is off" in found.message
 
 
 def test_quantised_training_needs_experts_and_written_options() -> None:

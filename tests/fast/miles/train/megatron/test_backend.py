@@ -341,6 +341,74 @@ def test_log_probs_on_the_samplers_support(parallel, ranks, toolbox, model_dir, 
     assert 0 < metrics["mismatch/support_mass_min"] <= metrics["mismatch/support_mass_mean"] <= 1
 
 
+EXACT_MESHES = [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2}, {"cp": 2, "pp": 2}]
+
+
+def exact_kl(toolbox, model_dir, **parallel):
+    """Body of a rank: the reference's scores by sample, then a step of exact KL alone after the reference moved."""
+
+    def body(rank, world, port):
+        import numpy as np
+
+        from miles.algos.config import AlgoConfig, KLConfig
+        from miles.algos.estimate import gather_scores, prepare_scoring, prepare_steps
+        from miles.data.schedule import ScheduleConfig
+
+        algo = AlgoConfig(kl=KLConfig(where="loss", estimator="support_exact", coef=1.0))
+        backend = toolbox.backend(model_dir, rank, world, port, algo=algo, **parallel)
+        schedule = ScheduleConfig(
+            layout="thd", context_parallel=parallel.get("cp", 1), data_parallel=parallel.get("dp", 1)
+        )
+        samples = masked_samples(toolbox)
+        for sample in samples:
+            sample.reward = 0.0  # no advantage: the KL is all of the loss
+        # Scoring every sample on one data-parallel index keeps this body free of a gather.
+        scoring = prepare_scoring(samples, ScheduleConfig(layout="thd"), use_support=True)
+        scores = gather_scores(scoring, [backend.reference_support(scoring.for_rank(0))], len(samples))
+        for sample, values in zip(samples, scores, strict=True):
+            tilted = values + 0.3 * np.cos(np.arange(len(values)))
+            offsets = sample.sampling_mask.offsets
+            mass = np.log(np.add.reduceat(np.exp(tilted), offsets[:-1]))
+            sample.sampling_mask = sample.sampling_mask.with_reference(tilted - np.repeat(mass, np.diff(offsets)))
+        batch = prepare_steps(samples, algo, schedule, use_support=True).steps[0]
+        metrics = backend.step(batch.for_rank(backend.parallel_layout.dp_rank))
+        return scores, [sample.sampling_mask.reference for sample in samples], metrics
+
+    return body
+
+
+@pytest.fixture(scope="module")
+def exact_kl_reference(ranks, toolbox, model_dir):
+    return ranks(exact_kl(toolbox, model_dir), 1)[0]
+
+
+@pytest.mark.parametrize("parallel", EXACT_MESHES, ids=str)
+def test_exact_kl_is_the_enumerated_kl_under_every_mesh(parallel, ranks, toolbox, model_dir, exact_kl_reference):
+    import math
+
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    scores, tilted, metrics = ranks(exact_kl(toolbox, model_dir, **parallel), math.prod(parallel.values()))[0]
+    samples, per_rollout = masked_samples(toolbox), []
+    for sample, ours, reference in zip(samples, scores, tilted, strict=True):
+        with torch.no_grad():
+            logits = model(torch.from_numpy(sample.tokens)[None]).logits[0].double()
+        mask, kl = sample.sampling_mask, []
+        for at in range(sample.response_length):
+            part = slice(mask.offsets[at], mask.offsets[at + 1])
+            log_p = logits[sample.prompt_length + at - 1][mask.ids[part].tolist()].log_softmax(0).numpy()
+            np.testing.assert_allclose(ours[part], log_p, atol=2e-5)
+            kl.append(float((np.exp(log_p) * (log_p - reference[part])).sum()))
+        per_rollout.append(np.mean(kl))
+    assert metrics["train/kl_loss"] == pytest.approx(np.mean(per_rollout), rel=1e-4)
+    assert metrics["train/kl_loss"] > 0.01
+    for name in ("train/loss", "train/kl", "train/grad_norm"):
+        assert metrics[name] == pytest.approx(exact_kl_reference[2][name], rel=1e-4)
+
+
 @pytest.mark.parametrize("parallel", [{}, {"pp": 2}, {"tp": 2}], ids=["single", "pp2", "tp2"])
 def test_the_reference_stays_where_the_run_started(parallel, ranks, toolbox, model_dir, tmp_path):
     import numpy as np
