@@ -38,6 +38,8 @@ class KLConfig(StrictModel):
             raise ValueError("algo.kl.unbiased applies to the loss form only; set algo.kl.where=loss or unbiased=false")
         if self.where != "none" and self.coef == 0.0:
             raise ValueError("algo.kl.where is set but algo.kl.coef is 0; set a coefficient or where=none")
+        if self.where == "none" and (self.coef > 0.0 or self.estimator != "k1"):
+            raise ValueError("algo.kl has a coef or an estimator, but algo.kl.where is none; use loss or reward")
         return self
 
 
@@ -80,6 +82,12 @@ class CorrectionConfig(StrictModel):
                 "algo.correction.bypass makes old = rollout log-probs, so every weight is 1; "
                 "drop mode, reject and veto, or set bypass=false"
             )
+        idle = {"level", "lo", "hi"} if self.mode == "none" else {"lo"} if self.mode == "truncate" else set()
+        for name in sorted(idle):
+            if getattr(self, name) != CorrectionConfig.model_fields[name].get_default():
+                raise ValueError(
+                    f"algo.correction.{name} has no effect with mode {self.mode}; choose a mode that uses it, or remove it"
+                )
         if self.low > self.hi:
             raise ValueError(f"algo.correction: lo {self.low} is above hi {self.hi}")
         return self
@@ -155,6 +163,21 @@ class AlgoConfig(StrictModel):
     def needs_rollout_log_probs(self) -> bool:
         return self.correction.active or self.correction.bypass
 
+    def _idle_unless(self) -> tuple[tuple[str, bool, str], ...]:
+        """(option, whether it acts, what it acts with): setting one that does not act is refused."""
+        rewarded = self.loss != "sft"
+        return (
+            ("normalize_std", self.advantage == "grpo", "advantage=grpo"),
+            ("gamma", self.advantage in ("gae", "reinforce_pp"), "advantage=gae or reinforce_pp"),
+            ("gae_lambda", self.advantage == "gae", "advantage=gae"),
+            ("value", self.advantage == "gae", "advantage=gae (it configures the critic)"),
+            # The others learn from differences between groups too: equal rewards in a group are no reason to drop it.
+            ("zero_variance", self.advantage not in ("gae", "reinforce_pp"), "an advantage within groups"),
+            ("opd_coef", rewarded, "a loss that uses advantages, which sft does not"),
+            ("eps_clip", rewarded, "a loss that has a ratio, which sft has not"),
+            ("eps_clip_high", rewarded, "a loss that has a ratio, which sft has not"),
+        )
+
     @model_validator(mode="after")
     def _is_consistent(self) -> AlgoConfig:
         if self.loss == "dual_clip" and (self.dual_clip_c is None or self.dual_clip_c <= 1.0):
@@ -171,8 +194,12 @@ class AlgoConfig(StrictModel):
             raise ValueError(f"algo.fixed_length has no effect with reduction {self.reduction}; use reduction=fixed")
         if self.eps_clip >= 1.0:
             raise ValueError(f"algo.eps_clip is {self.eps_clip}; 1 - eps_clip must stay above 0")
-        if self.loss == "sft" and (self.kl.where == "reward" or self.correction.active or self.opsm is not None):
+        corrected = self.correction.active or self.correction.bypass or self.opsm is not None
+        if self.loss == "sft" and (self.kl.where == "reward" or corrected):
             raise ValueError("algo.loss sft uses no advantages: remove kl.where=reward, correction and opsm")
+        for field, acts, where in self._idle_unless():
+            if not acts and getattr(self, field) != AlgoConfig.model_fields[field].get_default():
+                raise ValueError(f"algo.{field} has no effect here, it acts with {where}; remove it")
         if self.kl.where == "reward" and self.advantage in ("grpo", "rloo"):
             raise ValueError(
                 f"algo.advantage {self.advantage} has one reward per rollout and no per-token reward; "

@@ -49,7 +49,10 @@ class DataConfig(StrictModel):
     layout: Literal["bshd", "thd"] = "thd"
 
     @model_validator(mode="after")
-    def _jsonl_has_a_file(self) -> DataConfig:
+    def _task_has_its_options(self) -> DataConfig:
         if self.task == "jsonl" and self.jsonl is None:
             raise ValueError("data.task is jsonl but data.jsonl.path is not set; name the file of prompts")
+        for name in ("copy_digits", "reasoning_gym", "jsonl"):
+            if self.task != name and getattr(self, name) != DataConfig.model_fields[name].get_default():
+                raise ValueError(f"data.{name} has no effect with data.task {self.task}; set data.task to {name}")
         return self

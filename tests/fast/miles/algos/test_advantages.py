@@ -20,7 +20,8 @@ ALL = np.ones(4, dtype=bool)
 
 def configured(advantage: str) -> AlgoConfig:
     kl = KLConfig() if advantage in ("grpo", "rloo") else KLConfig(where="reward", estimator="k1", coef=0.1)
-    return AlgoConfig(advantage=advantage, kl=kl, gamma=0.9, gae_lambda=0.8)
+    discounts = {"gae": {"gamma": 0.9, "gae_lambda": 0.8}, "reinforce_pp": {"gamma": 0.9}}.get(advantage, {})
+    return AlgoConfig(advantage=advantage, kl=kl, **discounts)
 
 
 def test_grpo_by_hand():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfig, RejectConfig
+from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfig, RejectConfig, ValueConfig
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,14 @@ from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfi
         ({"eps_clip": 1.0}, "1 - eps_clip must stay above 0"),
         ({"kl": KLConfig(where="reward", coef=0.1)}, "grpo has one reward per rollout"),
         ({"loss": "sft", "opsm": OPSMConfig(delta=0.1)}, "sft uses no advantages"),
+        ({"loss": "sft", "correction": CorrectionConfig(bypass=True)}, "sft uses no advantages"),
+        ({"loss": "sft", "opd_coef": 0.1}, "algo.opd_coef has no effect here"),
+        ({"loss": "sft", "eps_clip_high": 0.3}, "algo.eps_clip_high has no effect here"),
+        ({"advantage": "rloo", "normalize_std": False}, "algo.normalize_std .* acts with advantage=grpo"),
+        ({"gamma": 0.9}, "algo.gamma .* acts with advantage=gae or reinforce_pp"),
+        ({"advantage": "reinforce_pp", "gae_lambda": 0.9}, "algo.gae_lambda .* acts with advantage=gae"),
+        ({"value": ValueConfig(lr=0.1)}, "algo.value has no effect"),
+        ({"advantage": "gae", "zero_variance": "drop"}, "algo.zero_variance .* an advantage within groups"),
         ({"los": "ppo_clip"}, "los"),
         ({"eps_clip": "0.2"}, "eps_clip"),
     ],
@@ -32,6 +40,8 @@ def test_options_without_a_meaning_are_refused_with_the_remedy(options, message)
         ({"where": "reward", "estimator": "support_exact", "coef": 0.1}, "support_exact is a loss term"),
         ({"where": "reward", "coef": 0.1, "unbiased": True}, "unbiased applies to the loss form"),
         ({"where": "loss", "estimator": "k2"}, "coef is 0"),
+        ({"coef": 0.1}, "algo.kl.where is none; use loss or reward"),
+        ({"estimator": "k2"}, "algo.kl.where is none; use loss or reward"),
     ],
 )
 def test_kl_options_without_a_meaning_are_refused(options, message):
@@ -42,7 +52,7 @@ def test_kl_options_without_a_meaning_are_refused(options, message):
 def test_defaults_resolve():
     config = AlgoConfig(eps_clip_high=0.28)
     assert (AlgoConfig().clip_high, config.clip_high) == (0.2, 0.28)
-    assert RejectConfig(hi=4.0).low == CorrectionConfig(hi=4.0).low == 0.25
+    assert RejectConfig(hi=4.0).low == CorrectionConfig(mode="clip", hi=4.0).low == 0.25
     assert not AlgoConfig().needs_rollout_log_probs
     assert AlgoConfig(correction=CorrectionConfig(bypass=True)).needs_rollout_log_probs
     assert AlgoConfig(advantage="gae").needs_values

@@ -20,7 +20,7 @@ BASE: dict[str, Any] = {
         "correction": {"mode": "truncate", "reject": {"level": "token"}},
         "kl": {"where": "none"},
     },
-    "data": {"jsonl": {"path": "prompts.jsonl"}},
+    "data": {"task": "jsonl", "jsonl": {"path": "prompts.jsonl"}},
     "rollout": {"filters": {"chain": [{"kind": "reward_range", "lo": 0.1, "hi": 0.9}]}},
     "expect": {"rollout/reward_mean": {"min": 0.5}},
 }
