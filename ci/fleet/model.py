@@ -16,6 +16,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]{1,300}$")]
 RunnerLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Glob = Annotated[str, StringConstraints(pattern=r"^[^/\s\\][^\s\\]{0,199}$")]
+Folder = Annotated[str, StringConstraints(pattern=r"^[^/\s\\*?\[][^\s\\*?\[]{0,199}$")]
 Reason = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]{15,500}$")]
 Issue = Annotated[str, StringConstraints(pattern=r"^(#[1-9][0-9]{0,8}|https://[^\s]{4,500})$")]
 IsoDate = Annotated[str, StringConstraints(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])$")]
@@ -23,7 +24,7 @@ Cron = Annotated[str, StringConstraints(pattern=r"^[0-9*,/-]+( [0-9*,/-]+){4}$")
 Seconds = Annotated[int, Field(ge=1, le=604_800)]
 
 Vendor = Literal["cpu", "nvidia", "amd"]
-Arch = Literal["cpu", "hopper", "blackwell", "cdna3", "cdna4"]
+Arch = Literal["cpu", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4"]
 Backend = Literal["cpu", "cuda", "rocm"]
 Capability = Literal["bf16", "fp8", "fp8_fnuz", "mxfp8", "mxfp4", "nvfp4", "rdma", "nvlink"]
 HostCapability = Literal["rdma", "nvlink"]
@@ -33,7 +34,11 @@ RetryWhere = Literal["exception", "log_tail", "exit", "signal"]
 RetryAction = Literal["retry", "retry_other_host", "stop_host", "none"]
 
 VENDOR_OF_BACKEND: dict[str, str] = {"cpu": "cpu", "cuda": "nvidia", "rocm": "amd"}
-ARCH_VENDOR: dict[str, str] = {"cpu": "cpu", "hopper": "nvidia", "blackwell": "nvidia", "cdna3": "amd", "cdna4": "amd"}
+ARCH_VENDOR: dict[str, str] = {
+    "cpu": "cpu",
+    **dict.fromkeys(("ampere", "ada", "hopper", "blackwell"), "nvidia"),
+    **dict.fromkeys(("cdna2", "cdna3", "cdna4"), "amd"),
+}
 CPU_WORKERS = 2
 
 
@@ -146,8 +151,11 @@ class Edge(Entry):
 
 
 class SelectionRules(Entry):
+    """`inert` never applies below tests/, ci/, a Python package, or a folder of `code`."""
+
     inert: list[Glob] = []
     edges: list[Edge] = []
+    code: list[Folder] = []
 
 
 class Image(Entry):
@@ -213,7 +221,7 @@ class Fleet(Entry):
 
     def hardware_names(self) -> list[str]:
         """Every name that a declaration may use: models, then architectures in use."""
-        return [*self.hardware, *dict.fromkeys(item.arch for item in self.hardware.values())]
+        return list(dict.fromkeys([*self.hardware, *(item.arch for item in self.hardware.values())]))
 
     def fitting_pools(self, suite_id: str) -> dict[str, Pool]:
         """Pools of a suite whose runners have enough devices, enabled or not, in the suite's order."""

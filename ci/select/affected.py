@@ -17,7 +17,7 @@ from ci.select.graph import Graph, python_files, read_imports
 from ci.select.imports import find_imports
 
 # A path below these is never inert, whatever the registry says: code and tests live there.
-NEVER_INERT = ("tests/", "miles/", "ci/", "recipes/")
+ALWAYS_CODE = ("tests", "ci")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def affected(changed: Sequence[Change], graph: Graph, rules: SelectionRules, tes
             understood = True
             python_changed.append(path)
         elif not understood:
-            understood = not path.startswith(NEVER_INERT) and any(matches(path, glob) for glob in rules.inert)
+            understood = not _is_code(path, graph, rules) and any(matches(path, glob) for glob in rules.inert)
         if not understood:
             return everything(f"{path} is neither code nor covered by selection.edges or selection.inert")
     reached = graph.reached_from(python_changed)
@@ -64,6 +64,18 @@ def affected(changed: Sequence[Change], graph: Graph, rules: SelectionRules, tes
         if path in reached:
             via.setdefault(path, _origin(path, reached))
     return Affected(False, f"{len(changed_paths)} changed path(s)", frozenset(via), via)
+
+
+def _is_code(path: str, graph: Graph, rules: SelectionRules) -> bool:
+    """Below a folder of tests or code, or inside a Python package, where any file may be read by the code."""
+    if any(path.startswith(f"{folder.rstrip('/')}/") for folder in (*ALWAYS_CODE, *rules.code)):
+        return True
+    folder = path.rpartition("/")[0]
+    while folder:
+        if f"{folder}/__init__.py" in graph.files:
+            return True
+        folder = folder.rpartition("/")[0]
+    return False
 
 
 def _origin(path: str, reached: dict[str, str]) -> str:

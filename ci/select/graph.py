@@ -1,7 +1,8 @@
 """The static import graph of a repository's Python files and reverse reachability in it.
 
 A module depends on what it imports, on the `__init__` of every package on the way, and, for tests, on
-each `conftest.py` above it. Names are resolved from the repository root and from the file's own folder.
+each `conftest.py` above it. Names are resolved from the repository root, from the file's own folder, and from source
+roots: the folder above a top-most package (`src/`, `python/`), and any top-level folder that is no package itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _OUTPUTS = frozenset({"build", "dist", "runs", "results"})
 
 
 def python_files(root: str) -> list[str]:
-    """Python files below `root`, relative, sorted; hidden folders, caches and outputs are left out."""
+    """Python files below `root`, relative, sorted; hidden folders, environments, caches and outputs are left out."""
     found: list[str] = []
     stack = [""]
     while stack:
@@ -26,6 +27,8 @@ def python_files(root: str) -> list[str]:
         try:
             entries = list(os.scandir(os.path.join(root, folder)))
         except OSError:
+            continue
+        if folder and any(entry.name == "pyvenv.cfg" for entry in entries):
             continue
         for entry in entries:
             path = f"{folder}/{entry.name}" if folder else entry.name
@@ -58,14 +61,25 @@ class Graph:
         self.files: frozenset[str] = frozenset(path for state in states for path in state)
         self._by_module: dict[str, list[str]] = {}
         for path in sorted(self.files):
-            module = path[:-3].replace("/", ".")
-            if module.endswith(".__init__"):
-                module = module[: -len(".__init__")]
-            self._by_module.setdefault(module, []).append(path)
+            for module in self._names_of(path):
+                self._by_module.setdefault(module, []).append(path)
         self._importers: dict[str, set[str]] = {}
         for state in states:
             for path, imports in state.items():
                 self._add(path, imports)
+
+    def _names_of(self, path: str) -> set[str]:
+        """Every dotted name under which a file may be imported."""
+        parts = path[:-3].split("/")
+        top = len(parts) - 1
+        while top > 0 and "/".join([*parts[:top], "__init__.py"]) in self.files:
+            top -= 1
+        starts = {0, top} if top < len(parts) - 1 else {0}
+        if f"{parts[0]}/__init__.py" not in self.files:
+            starts.add(1)
+        if parts[-1] == "__init__":
+            parts.pop()
+        return {".".join(parts[start:]) for start in starts if start < len(parts)}
 
     def _add(self, path: str, imports: FileImports) -> None:
         folder = path.rpartition("/")[0]

@@ -52,6 +52,21 @@ def test_the_shipped_registry_has_no_findings_and_the_fleet_of_the_documentation
     assert fleet.pools["mi300x-4gpu"].count == 2
 
 
+def test_machines_of_other_projects_are_described_by_the_same_model() -> None:
+    new = """
+  a100: {vendor: nvidia, arch: ampere, sm: 80, memory_gib: 79, capabilities: [bf16]}
+  l40s: {vendor: nvidia, arch: ada, sm: 89, memory_gib: 44, capabilities: [bf16, fp8]}
+  mi250x: {vendor: amd, arch: cdna2, gfx: gfx90a, memory_gib: 63, capabilities: [bf16]}
+"""
+    text = edited(("  cpu: {vendor: cpu, arch: cpu}\n", "  cpu: {vendor: cpu, arch: cpu}" + new))
+    reading = read_fleet(text.encode(), today=TODAY)
+    assert reading.findings == ()
+    assert reading.fleet is not None
+    assert reading.fleet.models_of("ampere") == ("a100",)
+    # A model that is called like its architecture is offered once.
+    assert reading.fleet.hardware_names().count("cpu") == 1
+
+
 def test_architectures_and_models_name_hardware() -> None:
     fleet = Fleet.load(REPOSITORY / "registry.yaml")
     assert fleet.models_of("hopper") == ("h100", "h200")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ci.fleet import Fleet
+from ci.fleet.model import SelectionRules
 from ci.select.affected import affected, affected_of_diff, affected_since
 from ci.select.diff import Change, DiffError, parse_name_status
 from ci.select.globs import matches
@@ -114,6 +115,42 @@ def test_an_empty_diff_selects_everything() -> None:
 def test_inert_paths_reach_nothing_except_below_code_and_tests() -> None:
     assert reached("README.md", "docs/guide/start.md") == set()
     assert affected([Change("M", "miles/README.md")], graph(), RULES, TESTS).everything
+
+
+@pytest.mark.parametrize("path", ["recipes/notes.md", "ci/README.md", "tests/README.md", "acme/docs/README.md"])
+def test_nothing_is_inert_below_tests_ci_a_package_or_a_folder_that_the_registry_names(path: str) -> None:
+    rules = SelectionRules(inert=["*.md", "**/*.md"], code=["recipes"])
+    files = {"acme/__init__.py": find_imports("acme/__init__.py", b"")}
+    assert affected([Change("M", path)], Graph(files), rules, TESTS).everything
+    assert not affected([Change("M", "notes/README.md")], Graph(files), rules, TESTS).everything
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("src/acme/core.py", "from acme import core"),
+        ("src/space/mod.py", "import space.mod"),
+        ("packages/one/acme/core.py", "from acme.core import run"),
+        ("python/acme/core.py", "import acme.core"),
+    ],
+)
+def test_packages_below_a_source_root_are_found_under_the_name_they_are_imported_by(module: str, line: str) -> None:
+    """A layout the graph did not know would make every test of it unaffected."""
+    sources = {module: "", "tests/fast/test_core.py": f"{line}\n"}
+    if "acme" in module:
+        sources[module.replace("core.py", "__init__.py")] = ""
+    found = Graph({path: find_imports(path, text.encode()) for path, text in sources.items()})
+    rules = SelectionRules()
+    assert affected([Change("M", module)], found, rules, ["tests/fast/test_core.py"]).tests == {
+        "tests/fast/test_core.py"
+    }
+
+
+def test_an_environment_inside_the_repository_is_not_part_of_it(tmp_path: Path) -> None:
+    for path in ("venv/lib/site.py", "venv/pyvenv.cfg", "acme/a.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    assert python_files(str(tmp_path)) == ["acme/a.py"]
 
 
 def test_an_edge_adds_tests_to_those_of_the_graph() -> None:
