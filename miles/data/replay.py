@@ -111,15 +111,18 @@ def load_bundle(folder: Path) -> Bundle:
     """Verify and read a bundle. `ReplayError` names the file that is missing, damaged or of another schema."""
     marker = folder / COMPLETE
     if not marker.is_file():
-        raise ReplayError(
-            f"{folder}: no {COMPLETE} file, so this bundle was never finished; choose another step_<n> folder"
-        )
+        raise ReplayError(_no_bundle(folder))
     listed = _read_json(marker)
+    if not isinstance(listed, dict) or not isinstance(listed.get("sha256", {}), dict):
+        raise ReplayError(f"{marker}: not a list of this bundle's files; copy the bundle again from its source")
     if listed.get("schema") != SCHEMA:
         raise ReplayError(
             f"{marker}: schema {listed.get('schema')!r}, this program reads {SCHEMA}; use the version that wrote it"
         )
-    for name, expected in listed["sha256"].items():
+    names = listed.get("sha256", {})
+    if "manifest.json" not in names or "rank_0.json" not in names:
+        raise ReplayError(f"{marker}: lists no manifest and ranks; copy the bundle again from its source")
+    for name, expected in names.items():
         path = folder / name
         if not path.is_file():
             raise ReplayError(f"{path}: missing; the bundle was copied in part, copy all of {folder.name}")
@@ -129,8 +132,24 @@ def load_bundle(folder: Path) -> Bundle:
                 f"{path}: content changed since it was written (sha256 {actual[:12]}..., expected {expected[:12]}...); "
                 "copy the bundle again from its source"
             )
-    ranks = {int(path.stem.removeprefix("rank_")): _read_rank(path) for path in sorted(folder.glob("rank_*.json"))}
-    return Bundle(_read_json(folder / "manifest.json"), ranks)
+    # Only files that were verified: one that somebody put beside them is not read.
+    paths = [folder / name for name in names if name.startswith("rank_") and name.endswith(".json")]
+    ranks = {int(path.stem.removeprefix("rank_")): _read_rank(path) for path in paths}
+    return Bundle(_read_json(folder / "manifest.json"), dict(sorted(ranks.items())))
+
+
+def _no_bundle(folder: Path) -> str:
+    """Why a folder without COMPLETE cannot be replayed, and what there is instead."""
+    if not folder.is_dir():
+        what = "not a folder" if folder.exists() else "no such folder"
+        return (
+            f"{folder}: {what}; give a step_<n> folder, as run.replay_steps writes them below the run's replay folder"
+        )
+    for parent in (folder, folder / "replay"):
+        found = sorted(path.parent.name for path in parent.glob(f"step_*/{COMPLETE}"))
+        if found:
+            return f"{folder}: not itself a bundle; give one of {', '.join(str(parent / name) for name in found)}"
+    return f"{folder}: no {COMPLETE} file, so this bundle was never finished; choose another step_<n> folder"
 
 
 def array_sha256(array: np.ndarray) -> str:

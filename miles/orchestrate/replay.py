@@ -15,7 +15,7 @@ from miles.orchestrate.cluster import local_cluster
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.fleet import running_trainers
 from miles.recipe.schema import Recipe
-from miles.train.replay import ReplayReport
+from miles.train.replay import ReplayReport, manifest_value
 
 Mode = Literal["bit", "close"]
 
@@ -24,13 +24,14 @@ def replay(folder: Path, *, mode: str, rank: int | None, console: Console) -> No
     """Print what each rank found. `RunError` (exit code 1) when the step was not reproduced."""
     if mode not in ("bit", "close"):
         raise ConfigError(f"--mode {mode}: use bit or close")
-    manifest = load_bundle(folder).manifest
-    recipe = validate(Recipe, manifest["recipe"], locate=lambda _: f"{folder}/manifest.json")
+    bundle = load_bundle(folder)
+    recipe = validate(Recipe, manifest_value(bundle, folder, "recipe"), locate=lambda _: f"{folder}/manifest.json")
+    model_dir = Path(manifest_value(bundle, folder, "model_dir"))
     world = recipe.train.parallel.world_size
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"--rank {rank}: the step was recorded by ranks 0 to {world - 1}")
     with local_cluster(cpus=world):
-        reports = asyncio.run(_run(folder, recipe, Path(manifest["model_dir"]), cast(Mode, mode)))
+        reports = asyncio.run(_run(folder, recipe, model_dir, cast(Mode, mode)))
     chosen = reports if rank is None else [reports[rank]]
     for report in chosen:
         for name in sorted(report.recorded.keys() & {"train/loss", "train/grad_norm", "train/value_loss"}):

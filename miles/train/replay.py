@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from miles.data.batch import RankBatch
 from miles.data.replay import (
     Bundle,
@@ -24,6 +26,7 @@ from miles.data.replay import (
     open_bundle,
     write_rank,
 )
+from miles.train.errors import CheckpointError
 
 if TYPE_CHECKING:
     from miles.train.megatron.backend import MegatronBackend
@@ -60,13 +63,10 @@ def record_step(
     if layout.rank == 0:
         open_bundle(root, step)
     backend.save(root / f"step_{step}.checkpoint", extra={"step": step})
-    before = parameter_hashes(backend)
+    before, random_state = parameter_hashes(backend), _random_state()
     metrics = backend.step(batch)
-    write_rank(
-        folder,
-        layout.rank,
-        RankRecord(batch, sha256_before=before, sha256_after=parameter_hashes(backend), results=metrics),
-    )
+    record = RankRecord(batch, random_state, before, parameter_hashes(backend), metrics)
+    write_rank(folder, layout.rank, record)
     backend.barrier()
     if layout.rank == 0:
         facts = {"step": step, "checkpoint": f"step_{step}.checkpoint", **backend.identity(), **manifest}
@@ -87,17 +87,28 @@ def replay_step(folder: Path, backend: MegatronBackend, *, mode: Literal["bit", 
     if mode == "bit":
         _require_identity(bundle, backend, folder)
     batch = _batch_for(bundle, backend)
-    if backend.load_checkpoint(folder.parent / bundle.manifest["checkpoint"]) is None:
-        raise ReplayError(f"{folder.parent / bundle.manifest['checkpoint']}: the checkpoint of the step is missing")
+    _load_state(folder.parent / manifest_value(bundle, folder, "checkpoint"), backend)
     record = bundle.ranks[backend.parallel_layout.rank if mode == "bit" else min(bundle.ranks)]
     differences = []
     if mode == "bit":
         differences += _differing(parameter_hashes(backend), record.sha256_before, "before the step")
+        differences += [
+            f"random state of {name} before the step"
+            for name, state in _random_state().items()
+            if name in record.rng and not np.array_equal(state, record.rng[name])
+        ]
     results = backend.step(batch)
     if mode == "bit":
         differences += _differing(parameter_hashes(backend), record.sha256_after, "after the step")
     differences += _result_differences(results, record.results, mode, backend.config.precision)
     return ReplayReport(bundle.manifest["step"], mode, results, record.results, tuple(differences))
+
+
+def _random_state() -> dict[str, np.ndarray]:
+    """Generator states by library; they are restored from the checkpoint and compared here."""
+    from miles.train.megatron import rng
+
+    return {name.removeprefix("rng/"): state.numpy() for name, state in rng.capture()[0].items()}
 
 
 def parameter_hashes(backend: MegatronBackend) -> dict[str, str]:
@@ -109,14 +120,46 @@ def parameter_hashes(backend: MegatronBackend) -> dict[str, str]:
     }
 
 
+def manifest_value(bundle: Bundle, folder: Path, key: str) -> Any:
+    """A key that `record_step` or its caller wrote; `ReplayError` when this bundle was made without it."""
+    if key not in bundle.manifest:
+        raise ReplayError(
+            f"{folder}/manifest.json: has no {key!r}, so it was not recorded by a training run; record the step with "
+            "run.replay_steps"
+        )
+    return bundle.manifest[key]
+
+
+def _load_state(checkpoint: Path, backend: MegatronBackend) -> None:
+    copy = f"copy {checkpoint.name} beside the bundle again from its source"
+    try:
+        found = backend.load_checkpoint(checkpoint)
+    except CheckpointError as error:
+        raise ReplayError(f"the state before the step cannot be read: {error}; to replay, {copy}") from error
+    if found is None:
+        raise ReplayError(f"{checkpoint}: the state before the step is missing; {copy}")
+
+
 def _require_identity(bundle: Bundle, backend: MegatronBackend, folder: Path) -> None:
+    here = backend.identity()
+    mine, theirs = _flat(here), _flat({key: bundle.manifest.get(key) for key in here})
     wrong = [
-        f"{key} is {value!r} here but {bundle.manifest.get(key)!r} in the bundle"
-        for key, value in backend.identity().items()
-        if bundle.manifest.get(key) != value
+        f"{key} is {mine.get(key)!r} here but {theirs.get(key)!r} in the bundle"
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key) != theirs.get(key)
     ]
     if wrong:
         raise ReplayError(f"{folder}: cannot be replayed bit for bit: {'; '.join(wrong)}; use --mode close")
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {
+        name: leaf
+        for key, child in value.items()
+        for name, leaf in _flat(child, f"{prefix}.{key}" if prefix else key).items()
+    }
 
 
 def _batch_for(bundle: Bundle, backend: MegatronBackend) -> RankBatch:

@@ -81,6 +81,30 @@ def test_a_bundle_without_its_marker_or_a_file_is_refused(bundle):
         load_bundle(folder)
 
 
+def test_a_folder_that_is_no_bundle_says_where_one_is(bundle, tmp_path):
+    folder, _ = bundle
+    with pytest.raises(ReplayError, match=r"nowhere: no such folder; give a step_<n> folder"):
+        load_bundle(tmp_path / "nowhere")
+    with pytest.raises(ReplayError, match=r"manifest\.json: not a folder"):
+        load_bundle(folder / "manifest.json")
+    with pytest.raises(ReplayError, match=r"not itself a bundle; give one of .*/step_12$"):
+        load_bundle(folder.parent)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"schema": 1}', '{"schema": 1, "sha256": []}', '{"schema": 1, "sha256": {}}'])
+def test_a_marker_that_lists_no_files_is_refused(bundle, text):
+    folder, _ = bundle
+    (folder / "COMPLETE").write_text(text)
+    with pytest.raises(ReplayError, match=r"COMPLETE: .*copy the bundle again"):
+        load_bundle(folder)
+
+
+def test_a_file_that_was_put_beside_the_bundle_is_not_read(bundle):
+    folder, _ = bundle
+    (folder / "rank_7.json").write_text("{}")
+    assert sorted(load_bundle(folder).ranks) == [0, 1]
+
+
 def test_a_bundle_of_another_schema_is_refused(bundle):
     folder, _ = bundle
     marker = json.loads((folder / "COMPLETE").read_text())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 
 
@@ -55,7 +57,7 @@ def test_replay_on_one_process_is_close(bundle, ranks, toolbox, model_dir):
 def test_another_mesh_is_named_when_bits_are_asked_for(bundle, ranks, toolbox, model_dir):
     from miles.data.replay import ReplayError
 
-    with pytest.raises(ReplayError, match=r"cannot be replayed bit for bit: mesh is .*--mode close"):
+    with pytest.raises(ReplayError, match=r"bit for bit: mesh\.dp is 1 here but 2 in the bundle; use --mode close"):
         ranks(replay(toolbox, model_dir, bundle[0]), 1)
 
 
@@ -70,8 +72,6 @@ def test_a_changed_optimizer_setting_is_detected(bundle, ranks, toolbox, model_d
 
 
 def test_flipped_byte_is_refused_and_named(bundle, ranks, toolbox, model_dir, tmp_path):
-    import shutil
-
     from miles.data.replay import ReplayError
 
     shutil.copytree(bundle[0].parent, tmp_path / "copy")
@@ -88,3 +88,60 @@ def test_bundle_names_mesh_versions_and_the_callers_facts(bundle):
     assert manifest["mesh"]["dp"] == 2
     assert manifest["recipe"] == {"name": "test"}
     assert "megatron-core" in manifest["versions"]
+
+
+def damaged(bundle, tmp_path, *, checkpoint=None, manifest=None):
+    """A copy of the bundle; `checkpoint` changes its folder, `manifest` its facts (the hash follows)."""
+    import hashlib
+
+    folder = tmp_path / "step_7"
+    shutil.copytree(bundle[0], folder)
+    shutil.copytree(bundle[0].parent / "step_7.checkpoint", tmp_path / "step_7.checkpoint")
+    if checkpoint is not None:
+        checkpoint(tmp_path / "step_7.checkpoint")
+    if manifest is not None:
+        path, marker = folder / "manifest.json", folder / "COMPLETE"
+        facts = json.loads(path.read_text())
+        manifest(facts)
+        path.write_text(json.dumps(facts))
+        listed = json.loads(marker.read_text())
+        listed["sha256"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        marker.write_text(json.dumps(listed))
+    return folder
+
+
+def other_torch(facts):
+    facts["versions"]["torch"] = "2.1.0"
+
+
+def flip(folder):
+    path = next(folder.glob("iter_*/rank_*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"manifest": other_torch}, r"versions\.torch is '.*' here but '2\.1\.0' in the bundle; use --mode close"),
+        ({"manifest": lambda facts: facts.pop("checkpoint")}, r"manifest\.json: has no 'checkpoint'"),
+        ({"checkpoint": shutil.rmtree}, r"checkpoint: the state before .* missing"),
+        ({"checkpoint": flip}, r"state before the step cannot be read: .*rank_0.*safetensors.*copy step_7\.checkpoint"),
+    ],
+    ids=["another torch", "no checkpoint named", "checkpoint missing", "checkpoint damaged"],
+)
+def test_what_keeps_a_step_from_being_replayed_is_named(change, message, bundle, ranks, toolbox, model_dir, tmp_path):
+    from miles.data.replay import ReplayError
+
+    folder = damaged(bundle, tmp_path, **change)
+    with pytest.raises(ReplayError, match="(?s)" + message):
+        ranks(replay(toolbox, model_dir, folder, dp=2), 2)
+
+
+def test_another_random_state_is_a_difference(bundle, ranks, toolbox, model_dir, monkeypatch):
+    from miles.train import replay as module
+
+    monkeypatch.setattr(module, "_random_state", lambda: {"torch": np.zeros(5056, dtype="uint8")})
+    report = ranks(replay(toolbox, model_dir, bundle[0], dp=2), 2)[0]
+    assert report.differences == ("random state of torch before the step",)
