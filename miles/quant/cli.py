@@ -5,16 +5,15 @@ Torch is imported by the commands, not here.
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 convert_app = typer.Typer(name="convert", help="Convert checkpoints between number formats.", no_args_is_help=True)
 
-SourceArg = Annotated[Path, typer.Argument(help="Checkpoint directory to read.", exists=True, file_okay=False)]
+SourceArg = Annotated[Path, typer.Argument(help="Checkpoint directory to read.")]
 TargetArg = Annotated[Path, typer.Argument(help="Directory to write; empty, or with --resume an interrupted run's.")]
 ResumeOpt = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")]
 IgnoreOpt = Annotated[
@@ -71,10 +70,12 @@ def _config(four: bool, e4m3_max: int, mode: ErrorSum, fp16: bool, decode: Decod
     from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
     from miles.quant.errors import QuantConfigError
 
+    if mode is ErrorSum.MSE and not four:
+        raise QuantConfigError("--error-mode MSE needs --4over6: only the 4over6 choice compares errors")
     try:
         return NVFP4QDQConfig(four, e4m3_max, ErrorMode(mode.value), fp16, decode.value)
     except ValueError as error:
-        raise QuantConfigError(str(error)) from error
+        raise QuantConfigError(f"--4over6, --e4m3-max, --error-mode, --fp16-domain: {error}") from error
 
 
 @convert_app.command("mxfp4-to-fp8")
@@ -93,26 +94,34 @@ def mxfp4_to_fp8(
     _say(convert(source, target, on_loss=on_loss.value, resume=resume, device=device), target)
 
 
-@convert_app.command("bf16-to-nvfp4")
-def bf16_to_nvfp4(
-    source: SourceArg,
-    target: TargetArg,
-    four_over_six: FourOpt = False,
-    e4m3_max: MaxOpt = 448,
-    error_mode: ErrorOpt = ErrorSum.MAE,
-    fp16_domain: DomainOpt = False,
-    decode: DecodeOpt = Decode.te,
-    ignore: IgnoreOpt = [],  # noqa: B006  (typer copies it)
-    bf16_first_layers: FirstOpt = 0,
-    bf16_last_layers: LastOpt = 0,
-    resume: ResumeOpt = False,
-) -> None:
-    """Routed experts to NVFP4; gate and up share one tensor maximum."""
-    from miles.quant.convert.bf16 import to_nvfp4
+def _nvfp4_command(kind: Literal["bf16-to-nvfp4", "requantise"], text: str) -> None:
+    """Two commands with the same options."""
 
-    config = _config(four_over_six, e4m3_max, error_mode, fp16_domain, decode)
-    edges = {"bf16_first_layers": bf16_first_layers, "bf16_last_layers": bf16_last_layers}
-    _say(to_nvfp4(source, target, config=config, ignore=ignore, resume=resume, **edges), target)
+    @convert_app.command(kind, help=text)
+    def command(
+        source: SourceArg,
+        target: TargetArg,
+        four_over_six: FourOpt = False,
+        e4m3_max: MaxOpt = 448,
+        error_mode: ErrorOpt = ErrorSum.MAE,
+        fp16_domain: DomainOpt = False,
+        decode: DecodeOpt = Decode.te,
+        ignore: IgnoreOpt = [],  # noqa: B006  (typer copies it)
+        bf16_first_layers: FirstOpt = 0,
+        bf16_last_layers: LastOpt = 0,
+        resume: ResumeOpt = False,
+    ) -> None:
+        from miles.quant.convert.to_nvfp4 import convert
+
+        config = _config(four_over_six, e4m3_max, error_mode, fp16_domain, decode)
+        edges = {"bf16_first_layers": bf16_first_layers, "bf16_last_layers": bf16_last_layers}
+        _say(convert(source, target, kind=kind, config=config, ignore=ignore, resume=resume, **edges), target)
+
+
+_nvfp4_command("bf16-to-nvfp4", "Routed experts to NVFP4; gate and up share one tensor maximum.")
+_nvfp4_command(
+    "requantise", "NVFP4 again, to a contract: for checkpoints without one, or with quantised shared experts."
+)
 
 
 @convert_app.command("bf16-to-fp8")
@@ -121,13 +130,13 @@ def bf16_to_fp8(
     target: TargetArg,
     scale: Annotated[Scale, typer.Option(help="fp32, or e8m0 (rounded up to a power of two).")] = Scale.fp32,
     scope: Annotated[Fp8Scope, typer.Option(help="All 2-D projections, or routed experts.")] = Fp8Scope.linears,
-    ignore: IgnoreOpt = [],  # noqa: B006
+    ignore: IgnoreOpt = [],  # noqa: B006  (typer copies it)
     resume: ResumeOpt = False,
 ) -> None:
     """2-D projections to FP8 E4M3 with 128x128 scales."""
-    from miles.quant.convert.bf16 import to_fp8
+    from miles.quant.convert.bf16_to_fp8 import convert
 
-    _say(to_fp8(source, target, scale=scale.value, scope=scope.value, ignore=ignore, resume=resume), target)
+    _say(convert(source, target, scale=scale.value, scope=scope.value, ignore=ignore, resume=resume), target)
 
 
 @convert_app.command("fp8-to-mxfp8")
@@ -136,28 +145,6 @@ def fp8_to_mxfp8(source: SourceArg, target: TargetArg, resume: ResumeOpt = False
     from miles.quant.convert.fp8_to_mxfp8 import convert
 
     _say(convert(source, target, resume=resume), target)
-
-
-@convert_app.command("requantise")
-def requantise(
-    source: SourceArg,
-    target: TargetArg,
-    four_over_six: FourOpt = False,
-    e4m3_max: MaxOpt = 448,
-    error_mode: ErrorOpt = ErrorSum.MAE,
-    fp16_domain: DomainOpt = False,
-    decode: DecodeOpt = Decode.te,
-    ignore: IgnoreOpt = [],  # noqa: B006
-    bf16_first_layers: FirstOpt = 0,
-    bf16_last_layers: LastOpt = 0,
-    resume: ResumeOpt = False,
-) -> None:
-    """NVFP4 again, to a contract: for checkpoints without one, or with quantised shared experts."""
-    from miles.quant.convert.requantise import convert
-
-    config = _config(four_over_six, e4m3_max, error_mode, fp16_domain, decode)
-    edges = {"bf16_first_layers": bf16_first_layers, "bf16_last_layers": bf16_last_layers}
-    _say(convert(source, target, config=config, ignore=ignore, resume=resume, **edges), target)
 
 
 @convert_app.command("check")
@@ -170,8 +157,9 @@ def check(
 ) -> None:
     """Print a checkpoint's quantisation contract, and compare it with another's."""
     from miles.quant import contract
+    from miles.quant.headers import read_json
 
-    found = contract.read(checkpoint, legacy=json.loads(accept_legacy.read_text()) if accept_legacy else None)
+    found = contract.read(checkpoint, legacy=read_json(accept_legacy) if accept_legacy else None)
     if against is not None:
         contract.require_equal(contract.read(against), found, where=str(checkpoint))
     typer.echo(found.canonical())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,21 +12,53 @@ from miles.config import StrictModel
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 from miles.quant.errors import QuantConfigError, QuantError
 from miles.quant.nvfp4_config import VARIABLES, current_nvfp4_qdq_config, fake_qat_gate, process_environment
+from miles.quant.scope import Ignore, Scope, check_pairs, decoder_layer_count, edge_layers_ignore
 
 
 class NVFP4Options(StrictModel):
-    """Recipe form of `NVFP4QDQConfig`; same names, same rules."""
+    """Recipe form of `NVFP4QDQConfig`, same names and rules, and which routed experts stay unquantised.
+
+    `ignore`: Hugging Face names, prefixes ending in a dot, or `re:` patterns.
+    """
 
     use_4over6: bool = False
     e4m3_max: Literal[448, 256] = 448
     error_mode: Literal["MAE", "MSE"] = "MAE"
     error_use_fast_math: bool = False
     decode: Literal["te", "stored"] = "te"
+    ignore: tuple[str, ...] = ()
+    bf16_first_layers: int = Field(default=0, ge=0)
+    bf16_last_layers: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _legal(self) -> NVFP4Options:
         self.resolve()
+        Ignore(self.ignore)
+        if self.error_mode == "MSE" and not self.use_4over6:
+            raise ValueError("error_mode=MSE needs use_4over6=true: only the 4over6 choice compares errors")
         return self
+
+    def scope(self, names: Iterable[str], hf_config: Mapping[str, Any]) -> Scope:
+        """What is quantised of a model with these Hugging Face names and this config.json.
+
+        QuantConfigError: an entry that matches nothing, more bf16 layers than there are, or half a gate/up pair.
+        """
+        known = list(names)
+        if unused := Ignore(self.ignore).unused(known):
+            raise QuantConfigError(
+                f"nvfp4 ignore: {unused[0]!r} matches no weight of the model; give a Hugging Face name, a prefix ending in "
+                "a dot, or re:PATTERN for the whole name"
+            )
+        scope = Scope(Ignore(self.ignore))
+        first, last = self.bf16_first_layers, self.bf16_last_layers
+        try:
+            if first or last:
+                edges = edge_layers_ignore(known, decoder_layer_count(hf_config), first, last)
+                scope = Scope(Ignore((*self.ignore, *edges.entries)))
+            check_pairs(scope.select(known))
+        except ValueError as error:
+            raise QuantConfigError(f"nvfp4 ignore, bf16_first_layers, bf16_last_layers: {error}") from None
+        return scope
 
     def resolve(self) -> NVFP4QDQConfig:
         return NVFP4QDQConfig(
@@ -38,7 +70,12 @@ class NVFP4Options(StrictModel):
         )
 
 
-SIGNED_METRICS = frozenset({"ppo_kl", "kl_k1", "loss", "pg_loss", "logprob_diff_mean"})
+# Differences, and means of estimators that may be negative (k1 of a KL).
+SIGNED_METRICS = frozenset({"ppo_kl", "kl", "kl_k1", "kl_loss", "loss", "pg_loss", "logprob_diff_mean"})
+
+
+def _is_signed(metric: str) -> bool:
+    return metric.rsplit("/", 1)[-1] in SIGNED_METRICS
 
 
 class MetricGate(StrictModel):
@@ -57,13 +94,17 @@ class MetricGate(StrictModel):
     def _two_sided(self) -> MetricGate:
         if (self.max_abs is None) == (self.max is None):
             raise ValueError(f"gate {self.name!r}: give exactly one of max_abs and max")
+        if self.signed is False and _is_signed(self.name):
+            raise ValueError(
+                f"gate {self.name!r}: the metric is signed, `signed: false` cannot change that; use max_abs"
+            )
         if self.max is not None and self.is_signed:
             raise ValueError(f"gate {self.name!r}: the metric is signed, so a one-sided limit `max` would pass any large negative value; use max_abs")  # fmt: skip
         return self
 
     @property
     def is_signed(self) -> bool:
-        return self.name.rsplit("/", 1)[-1] in SIGNED_METRICS if self.signed is None else self.signed
+        return _is_signed(self.name) if self.signed is None else self.signed
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Raises `QuantError` naming metric, value and limit."""
@@ -86,20 +127,19 @@ class QuantConfig(StrictModel):
 
     fake_qat: Literal["none", "nvfp4"] = "none"
     nvfp4: NVFP4Options | None = None
-    ignore: tuple[str, ...] = ()
-    keep_bf16_first_layers: int = Field(default=0, ge=0)
-    keep_bf16_last_layers: int = Field(default=0, ge=0)
     gates: tuple[MetricGate, ...] = ()
+
+    @model_validator(mode="after")
+    def _acts(self) -> QuantConfig:
+        if self.nvfp4 is not None and self.fake_qat == "none":
+            raise ValueError("quant.nvfp4 acts only with quant.fake_qat: nvfp4; set it, or remove quant.nvfp4")
+        return self
 
     def fake_qat_config(self, environ: Mapping[str, str] | None = None) -> NVFP4QDQConfig | None:
         """The rounding to train with, or None when fake quantisation is off."""
         environ = process_environment() if environ is None else environ
         gate = fake_qat_gate(environ)
         if self.fake_qat == "none":
-            if self.nvfp4 is not None and gate:
-                raise QuantConfigError(
-                    "quant.fake_qat is none but OPEN_TRAINING_NVFP4_FAKE_QAT_FLAG=1: set quant.fake_qat: nvfp4, or unset the variable"
-                )
             return current_nvfp4_qdq_config(environ) if gate else None
         from_environment = current_nvfp4_qdq_config(environ)
         if self.nvfp4 is None:

@@ -2,27 +2,32 @@
 
 `quantization_contract.json` is written last but one (before `COMPLETE`), its digest is repeated in the model's
 `config.json` and in every shard's metadata. QAT start, export and engine launch call `require_equal`.
+
+A model that was trained with fake quantisation and is saved unquantised has a contract too (`weights: masters`): it
+says how its experts must be rounded, so that a later conversion, engine or training cannot round them otherwise.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from miles.config import StrictModel
+from miles.config.files import write_atomic
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 from miles.quant.errors import ContractMismatch, QuantConfigError
-from miles.quant.scope import is_shared_expert
+from miles.quant.headers import Header, read_headers, read_json
+from miles.quant.scope import Scope, is_shared_expert
 
 FILE = "quantization_contract.json"
 DIGEST_KEY = "quantization_contract_digest"
-SCHEMA = 1
+SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2")
+MAKE_ONE = "Make one with `miles convert requantise`, or state its fields with `miles convert check --accept-legacy FIELDS.json`"
 Format = Literal["nvfp4", "mxfp4", "mxfp8", "fp8_block", "fp8_tensor", "mixed_fp8"]
 
 
@@ -37,6 +42,8 @@ class QuantContract(StrictModel):
     """Fields of the contract. `scope_digest` is the digest of the sorted names of the quantised tensors."""
 
     schema_version: Literal[1] = 1
+    # stored: the tensors are in this format; masters: they are unquantised, trained with this rounding.
+    weights: Literal["stored", "masters"] = "stored"
     format: Format
     block: tuple[int, int]
     scale_dtype: Literal["e4m3", "e8m0", "fp32"]
@@ -91,9 +98,11 @@ def nvfp4_contract(
     source_digest: str,
     producer: dict[str, str],
     ignore: Sequence[str] = (),
+    weights: Literal["stored", "masters"] = "stored",
 ) -> QuantContract:
     """Contract of an NVFP4 checkpoint, or of a trainer that fake-quantises `tensors` (Hugging Face names)."""
     return QuantContract(
+        weights=weights,
         format="nvfp4",
         block=(1, 16),
         scale_dtype="e4m3",
@@ -109,7 +118,17 @@ def nvfp4_contract(
     )
 
 
-COMPARED = ("format", "block", "scale_dtype", "decode", "four_over_six", "scope_digest", "gate_up_shared", "ignore")
+COMPARED = (
+    "format",
+    "block",
+    "scale_dtype",
+    "decode",
+    "four_over_six",
+    "scope_digest",
+    "gate_up_shared",
+    "ignore",
+    "exceptions",
+)
 
 
 def require_equal(expected: QuantContract, found: QuantContract, *, where: str) -> None:
@@ -129,6 +148,18 @@ def require_equal(expected: QuantContract, found: QuantContract, *, where: str) 
         raise ContractMismatch(f"{where}: quantisation contracts differ in " + "; ".join(differences))
 
 
+def require_resumed(mine: QuantContract | None, saved: Mapping[str, Any] | None, *, where: Path | str) -> None:
+    """A training checkpoint goes on with the rounding it was trained with. `saved`: the contract in its manifest."""
+    if saved is not None and mine is not None:
+        return require_equal(parse(json.dumps(saved), where=where), mine, where=f"resume from {where}")
+    if saved is not None or mine is not None:
+        before, now = ("with", "without") if saved is not None else ("without", "with")
+        raise ContractMismatch(
+            f"{where} was trained {before} fake quantisation, this run is {now}; resume with the quant section it was "
+            "started with, or start a new run from its exported model"
+        )
+
+
 def _names_that_differ(expected: QuantContract, found: QuantContract, field: str) -> str:
     if field != "scope_digest":
         return ""
@@ -136,76 +167,112 @@ def _names_that_differ(expected: QuantContract, found: QuantContract, field: str
     return f" (for example {', '.join(only)})" if only else ""
 
 
-def check_rounding(directory: Path, rounding: NVFP4QDQConfig, *, where: str) -> QuantContract | None:
-    """At the start of fake QAT or of an engine: a checkpoint that has a contract must have this rounding.
+def check_rounding(
+    directory: Path, rounding: NVFP4QDQConfig, *, where: str, scope: Scope | None = None
+) -> QuantContract | None:
+    """At the start of fake QAT or of an engine: a checkpoint that has a contract must have this rounding and scope.
 
-    Returns the contract, or None for a plain checkpoint. Raises `ContractMismatch` naming field and both values.
+    Returns the contract, or None for a plain checkpoint. Raises `ContractMismatch` naming field and both values, and
+    QuantConfigError for weights that are packed already: trainer and engine read unquantised ones.
     """
-    directory = Path(directory)
+    directory, scope = Path(directory), scope or Scope()
+    headers = read_headers(directory)
+    names = [name for header in headers.values() for name in header.tensors]
     if not (directory / FILE).exists():
-        refuse_quantised_shared_experts(_tensor_names(directory), where=str(directory))
+        _refuse_quantised_shared_experts(names, where=str(directory))
+        if packed := sorted(n for n in names if n.endswith(SCALES)):
+            raise QuantConfigError(f"{directory} holds quantised weights ({packed[0]}) but no {FILE}. {MAKE_ONE}")
         return None
     found = read(directory)
-    expected = found.model_copy(
-        update={
-            "format": "nvfp4",
-            "decode": rounding.decode,
-            "four_over_six": four_over_six(rounding),
-            "block": (1, 16),
-        }
+    tensors = scope.select(names)
+    expected = nvfp4_contract(
+        rounding, tensors, source_digest="", producer={}, ignore=_used(scope, names), weights=found.weights
     )
     require_equal(expected, found, where=where)
+    if found.weights == "stored":
+        raise QuantConfigError(
+            f"{where}: the experts in {directory} are packed {found.format}, trainer and engine pack unquantised weights "
+            "themselves; give the checkpoint it was made from"
+        )
     return found
 
 
-def refuse_quantised_shared_experts(names: Iterable[str], *, where: str) -> None:
-    """Raises when a shared expert of a checkpoint is quantised: no trainer of ours rounds it, so outputs would differ."""
-    bad = [
-        n
-        for n in names
-        if n.endswith((".weight_scale", ".weight_scale_inv", ".weight_scale_2")) and is_shared_expert(n)
-    ]
+def _used(scope: Scope, names: Sequence[str]) -> tuple[str, ...]:
+    unused = set(scope.ignore.unused(names))
+    return tuple(entry for entry in scope.ignore.compact() if entry not in unused)
+
+
+def _refuse_quantised_shared_experts(names: Iterable[str], *, where: str) -> None:
+    """No trainer of ours rounds a shared expert, so outputs would differ."""
+    bad = sorted(n for n in names if n.endswith(SCALES) and is_shared_expert(n))
     if bad:
         raise QuantConfigError(
-            f"{where}: shared experts are quantised ({', '.join(sorted(bad)[:3])}); make the checkpoint again with `miles convert requantise`"
+            f"{where}: shared experts are quantised ({', '.join(bad[:3])}); make the checkpoint again with `miles convert requantise`"
         )
+
+
+def _weight_of(scale: str) -> str:
+    return next((scale[: -len(s)] + ".weight" for s in SCALES if scale.endswith(s)), scale)
 
 
 def write(directory: Path, contract: QuantContract) -> str:
     """Write `quantization_contract.json` atomically; returns its digest."""
-    target = directory / FILE
-    temporary = target.with_name(f".{FILE}.tmp")
-    with open(temporary, "w") as f:
-        f.write(contract.canonical() + "\n")
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, target)
+    write_atomic(Path(directory) / FILE, contract.canonical() + "\n")
     return contract.digest()
 
 
+def parse(text: str, *, where: Path | str) -> QuantContract:
+    """A contract from JSON; QuantConfigError names the place and every wrong field."""
+    try:
+        return QuantContract.model_validate_json(text)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
+        raise QuantConfigError(f"{where} is no quantisation contract: {faults}. {MAKE_ONE}") from None
+
+
 def read(directory: Path, *, legacy: Mapping[str, Any] | None = None) -> QuantContract:
-    """The contract of a checkpoint, checked against the digest that `config.json` repeats.
+    """The contract of a checkpoint, checked against the digests in `config.json` and in every shard.
 
     Without a contract: an error, or with `legacy` (explicit fields: format, decode, four_over_six, tensors, ...) the
-    contract that the caller answers for. Quantised shared experts are refused either way.
+    contract that the caller answers for. Quantised shared experts are refused, unless an FP8 contract lists them.
     """
     directory = Path(directory)
-    path = directory / FILE
-    config = directory / "config.json"
-    quantization = json.loads(config.read_text()).get("quantization_config", {}) if config.exists() else {}
-    refuse_quantised_shared_experts(_tensor_names(directory), where=str(directory))
+    path, config = directory / FILE, directory / "config.json"
+    headers = read_headers(directory)
+    names = [n for h in headers.values() for n in h.tensors]
     if not path.exists():
+        _refuse_quantised_shared_experts(names, where=str(directory))
         if legacy is None:
-            raise QuantConfigError(
-                f"{directory} has no {FILE}: it was not made by `miles convert`. Make one with `miles convert requantise`, "
-                "or state the fields with `--accept-legacy FIELDS.json`"
-            )
+            raise QuantConfigError(f"{directory} has no {FILE}: it was not made by `miles convert`. {MAKE_ONE}")
         return _legacy(legacy)
-    contract = QuantContract.model_validate_json(path.read_text())
-    repeated = quantization.get(DIGEST_KEY)
-    if repeated is not None and repeated != contract.digest():
-        raise ContractMismatch(f"{config}: {DIGEST_KEY} is {repeated}, {FILE} has {contract.digest()}")
+    contract = parse(path.read_text(), where=path)
+    listed = set(contract.tensors) if contract.format != "nvfp4" else set()
+    _refuse_quantised_shared_experts((n for n in names if _weight_of(n) not in listed), where=str(directory))
+    quantization = read_json(config).get("quantization_config") if config.exists() else None
+    places: dict[Path, str | None] = {
+        directory / shard: header.metadata.get(DIGEST_KEY) for shard, header in headers.items()
+    }
+    if config.exists():
+        places[config] = (quantization or {}).get(DIGEST_KEY)
+    if contract.weights == "stored":
+        _require_digest(contract, places)
+        _require_tensors(contract, headers, path)
     return contract
+
+
+def _require_digest(contract: QuantContract, places: Mapping[Path, str | None]) -> None:
+    for place, digest in places.items():
+        if digest != contract.digest():
+            raise ContractMismatch(
+                f"{place}: {DIGEST_KEY} is {digest or 'missing'}, {FILE} has {contract.digest()}; these files were not "
+                "written together, convert or copy the checkpoint again"
+            )
+
+
+def _require_tensors(contract: QuantContract, headers: Mapping[str, Header], path: Path) -> None:
+    present = {name for header in headers.values() for name in header.tensors}
+    if headers and (lost := sorted(set(contract.tensors) - present)):
+        raise ContractMismatch(f"{path}: lists {len(lost)} tensors that no shard holds: {', '.join(lost[:3])}")
 
 
 def _legacy(fields: Mapping[str, Any]) -> QuantContract:
@@ -220,16 +287,4 @@ def _legacy(fields: Mapping[str, Any]) -> QuantContract:
         "lossless": False,
         **fields,
     }
-    return QuantContract.model_validate_json(json.dumps(filled))
-
-
-def _tensor_names(directory: Path) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return list(json.loads(index.read_text())["weight_map"])
-    names: list[str] = []
-    for path in sorted(directory.glob("*.safetensors")):
-        with open(path, "rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        names += [n for n in header if n != "__metadata__"]
-    return names
+    return parse(json.dumps(filled), where="--accept-legacy")

@@ -21,5 +21,5 @@ class QATHookMissing(QuantError):
     """A routed-expert weight was used in a step without going through fake quantisation."""
 
 
-class ConversionError(QuantError):
-    """A checkpoint cannot be converted as asked."""
+class ConversionError(QuantError, ConfigError):
+    """A checkpoint cannot be converted as asked: its files, the options or the target are wrong. Exit code 2."""

@@ -1,23 +1,26 @@
 """The gate in front of fake quantisation: off, it imports neither `qat`, nor a kernel, nor torch, nor Triton.
 
-    hook = FakeQATHook(recipe.quant)
+    hook = FakeQATHook(recipe.quant, model_dir=...)
     backend = MegatronBackend(..., install=hook)      # called with each model chunk
     backend.step(batch); hook.after_step(micro_batches)
 
-The training backend stays free of quantisation: it calls what it was given.
+The training backend stays free of quantisation: it calls what it was given, and keeps the contract that `contract`
+returns in its checkpoints and beside its exports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.quant.config import QuantConfig
-from miles.quant.scope import Ignore
+from miles.quant.scope import Scope
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from miles.quant.contract import QuantContract
 
 
 class FakeQATHook:
@@ -25,7 +28,7 @@ class FakeQATHook:
 
     `group`: called once per chunk, returns the expert-tensor-parallel process group (None: experts are not sharded).
     `allow_empty`: a chunk without routed experts is no error (pipeline stages of dense layers).
-    `model_dir`: a checkpoint there that has a quantisation contract must have been made with the same rounding.
+    `model_dir`: the Hugging Face folder that training starts from; if it has a quantisation contract, that must agree.
     """
 
     def __init__(
@@ -39,19 +42,37 @@ class FakeQATHook:
     ) -> None:
         self.config = config
         self.rounding = config.fake_qat_config(environ)
+        self.scope = Scope()
         self.chunks: list[nn.Module] = []
         self._group = group
         self._allow_empty = allow_empty
-        if self.rounding is not None and model_dir is not None:
-            from miles.quant.contract import check_rounding
+        if self.rounding is not None:
+            self._resolve_scope(model_dir)
 
-            check_rounding(model_dir, self.rounding, where="start of fake quantisation")
+    def _resolve_scope(self, model_dir: Path | None) -> None:
+        from miles.quant.contract import check_rounding
+        from miles.quant.errors import QuantConfigError
+        from miles.quant.headers import read_headers, read_json
+
+        options = self.config.nvfp4
+        if model_dir is None:
+            if options is not None and (options.ignore or options.bf16_first_layers or options.bf16_last_layers):
+                raise QuantConfigError(
+                    "nvfp4 ignore and bf16 layers are names of a checkpoint: give FakeQATHook its model_dir"
+                )
+            return
+        names = [name for header in read_headers(model_dir).values() for name in header.tensors]
+        if options is not None:
+            self.scope = options.scope(names, read_json(model_dir / "config.json"))
+        assert self.rounding is not None
+        check_rounding(model_dir, self.rounding, where="start of fake quantisation", scope=self.scope)
 
     @property
     def enabled(self) -> bool:
         return self.rounding is not None
 
-    def __call__(self, chunk: nn.Module) -> None:
+    def __call__(self, chunk: nn.Module, hf_names: Callable[[str], Iterable[str]] | None = None) -> None:
+        """`hf_names`: the Hugging Face names behind a parameter of the chunk, which the ignore list speaks of."""
         if self.rounding is None:
             return
         from miles.quant import qat
@@ -59,7 +80,8 @@ class FakeQATHook:
         qat.install(
             chunk,
             self.rounding,
-            ignore=Ignore(self.config.ignore),
+            ignore=self.scope.ignore,
+            hf_names=hf_names,
             group=self._group() if self._group else None,
             allow_empty=self._allow_empty,
         )
@@ -76,3 +98,19 @@ class FakeQATHook:
             raise QATHookMissing("fake quantisation is on but the backend never called its install hook")
         for chunk in self.chunks:
             qat.assert_called(chunk, micro_batches)
+
+    def contract(self, hf_names: Iterable[str]) -> QuantContract | None:
+        """How the experts of a model with these Hugging Face names are rounded; None when fake quantisation is off."""
+        if self.rounding is None:
+            return None
+        from miles.quant.contract import nvfp4_contract
+        from miles.quant.convert.planning import producer
+
+        return nvfp4_contract(
+            self.rounding,
+            self.scope.select(hf_names),
+            source_digest="training",
+            producer=producer("fake quantisation"),
+            ignore=self.scope.ignore.compact(),
+            weights="masters",
+        )

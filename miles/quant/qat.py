@@ -10,7 +10,7 @@ hook that did not run into an error. This module is imported only where fake qua
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -174,24 +174,33 @@ def _check_module(name: str, module: nn.Module, parameters: Sequence[str]) -> No
             )
 
 
+def _ignored(name: str, ignore: Ignore, hf_names: Callable[[str], Iterable[str]] | None) -> bool:
+    answers = {n: ignore.matches(n) for n in (hf_names(name) if hf_names else (name,))}
+    if len(set(answers.values())) > 1:
+        kept = ", ".join(n for n, matched in answers.items() if matched)
+        raise QuantConfigError(f"the ignore list keeps {kept} but not the other half of {name}; name both halves")
+    return any(answers.values())
+
+
 def install(
     model: nn.Module,
     config: NVFP4QDQConfig,
     *,
     ignore: Ignore | None = None,
+    hf_names: Callable[[str], Iterable[str]] | None = None,
     group: torch.distributed.ProcessGroup | None = None,
     allow_empty: bool = False,
 ) -> FakeQAT:
     """Wrap every module of `model` that owns a routed-expert weight. `group`: the expert-tensor-parallel group.
 
+    `ignore` speaks of Hugging Face names: `hf_names` gives those behind a parameter (the same name when left out).
     Raises QuantConfigError when a scoped parameter sits in a module that cannot be wrapped, when there is nothing to
     quantise (unless `allow_empty`: a pipeline stage without experts), or on a second call.
     """
     if hasattr(model, _STATE):
         raise QuantConfigError("fake quantisation is already installed on this model")
-    scope = Scope(ignore or Ignore())
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    scoped = set(scope.select(by_name))
+    scoped = {n for n in Scope().select(by_name) if not _ignored(n, ignore or Ignore(), hf_names)}
     state = FakeQAT(config, group)
     for name, module in model.named_modules(remove_duplicate=False):
         own = [p for p, value in module.named_parameters(recurse=False) if value is not None]

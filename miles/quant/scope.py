@@ -7,8 +7,9 @@ megatron-core parameter names, with any prefix in front.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 _SHARED = re.compile(r"(^|\.)(shared_experts?|shared_expert_gate)(\.|$)")
 _HALVES = r"(?:gate|up|down)_proj|gate_up_proj"
@@ -83,19 +84,16 @@ class Ignore:
                 return True
         return any(p.fullmatch(name) for p in self._patterns)
 
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Entries that match none of `names`: misspelt, or a prefix without its dot."""
+        known = list(names)
+        return [entry for entry in self.entries if not any(Ignore((entry,)).matches(name) for name in known)]
+
     def compact(self) -> tuple[str, ...]:
         """Entries without those that another prefix covers, sorted: what a contract stores, never leaves."""
         prefixes = [e for e in self.entries if e.endswith(".") and not e.startswith("re:")]
         kept = {e for e in self.entries if e.startswith("re:") or not any(e != p and e.startswith(p) for p in prefixes)}
         return tuple(sorted(kept))
-
-
-def edge_layers_ignore(num_layers: int, first: int, last: int, prefix: str = "model.layers.") -> Ignore:
-    """First and last bf16 layers as prefixes. Decoder layers only: `num_layers` does not count MTP layers."""
-    if first < 0 or last < 0 or first + last > num_layers:
-        raise ValueError(f"first={first} and last={last} bf16 layers do not fit in {num_layers} decoder layers")
-    layers = [*range(first), *range(num_layers - last, num_layers)]
-    return Ignore(tuple(f"{prefix}{i}." for i in layers))
 
 
 def decoder_layer(name: str, num_layers: int) -> int | None:
@@ -104,6 +102,28 @@ def decoder_layer(name: str, num_layers: int) -> int | None:
     if match is None or _MTP.search(name) or int(match[1]) >= num_layers:
         return None
     return int(match[1])
+
+
+def decoder_layer_count(config: Mapping[str, Any]) -> int:
+    """`num_hidden_layers` of the text model in a config.json; MTP layers are not counted."""
+    count = config.get("num_hidden_layers", (config.get("text_config") or {}).get("num_hidden_layers"))
+    if not isinstance(count, int):
+        raise ValueError("config.json has no num_hidden_layers, which first and last bf16 layers need")
+    return count
+
+
+def edge_layers_ignore(names: Iterable[str], num_layers: int, first: int, last: int) -> Ignore:
+    """First and last bf16 layers as prefixes of `names`. Decoder layers only: `num_layers` does not count MTP layers."""
+    if first < 0 or last < 0 or first + last > num_layers:
+        raise ValueError(f"first={first} and last={last} bf16 layers do not fit in {num_layers} decoder layers")
+    prefixes = set()
+    for name in names:
+        layer = decoder_layer(name, num_layers)
+        if layer is not None and not first <= layer < num_layers - last:
+            match = _LAYER.search(name)
+            assert match is not None
+            prefixes.add(name[: match.end()])
+    return Ignore(tuple(sorted(prefixes)))
 
 
 @dataclass(frozen=True)
@@ -165,10 +185,10 @@ SCOPE_TABLE: tuple[tuple[str, bool], ...] = (
     ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", False),
     ("mtp.layers.0.mlp.shared_expert.gate_proj.weight", False),
     (f"{_Q}experts.0.gate_proj.bias", False),
-    (f"{_Q}experts.0.gate_proj.weight_scale", False),
-    (f"{_Q}experts.0.gate_proj.weight_scale_inv", False),
-    (f"{_Q}experts.0.gate_proj.weight_scale_2", False),
-    (f"{_Q}experts.0.gate_proj.input_scale", False),
+    (f"{_Q}experts.9.gate_proj.weight_scale", False),
+    (f"{_Q}experts.9.gate_proj.weight_scale_inv", False),
+    (f"{_Q}experts.9.gate_proj.weight_scale_2", False),
+    (f"{_Q}experts.9.gate_proj.input_scale", False),
     (f"{_Q}experts.gate_up_proj_bias", False),
     (f"{_Q}experts.gate_up_proj_scales", False),
     ("decoder.layers.0.mlp.experts.linear_fc1._extra_state", False),

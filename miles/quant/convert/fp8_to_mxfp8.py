@@ -12,7 +12,7 @@ import torch
 from miles.kernels.formats import e8m0_decode, e8m0_encode
 from miles.quant.codecs.fp8_block import TILE
 from miles.quant.contract import QuantContract, scope_digest
-from miles.quant.convert.planning import keep, producer
+from miles.quant.convert.planning import keep, producer, refuse
 from miles.quant.convert.run import Done, Item, Plan, TensorReport, execute
 from miles.quant.convert.shards import Source, TensorSpec
 from miles.quant.errors import ConversionError
@@ -22,9 +22,13 @@ SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 
 
 def scale_bytes(scale: torch.Tensor, name: str) -> torch.Tensor:
-    """e8m0 codes (uint8) of a tile scale; ConversionError where an fp32 scale is not a power of two."""
+    """e8m0 codes (uint8) of a tile scale; ConversionError on NaN, or where an fp32 scale is not a power of two."""
     if scale.dtype != torch.float32:
-        return scale.view(torch.uint8)
+        code = scale.view(torch.uint8)
+        if bool((code == 255).any()):
+            r, c = (int(i) for i in (code == 255).nonzero()[0])
+            raise ConversionError(f"{name}: scale code 255 (NaN) in tile [{r}, {c}]; that weight is damaged")
+        return code
     code = e8m0_encode(scale)
     wrong = (e8m0_decode(code) != scale) | (scale <= 0)
     if bool(wrong.any()):
@@ -53,17 +57,16 @@ def _weights(source: Source) -> list[tuple[str, str]]:
             faults.append(f"{name}: no scale ({', '.join(SUFFIXES)})")
             continue
         got = source.tensors[scale].spec
-        grid = (-(-spec.shape[0] // TILE), -(-spec.shape[-1] // TILE))
+        grid = tuple(-(-size // TILE) for size in spec.shape)
         if len(spec.shape) != 2 or spec.shape[1] % BLOCK:
             faults.append(f"{name}: shape {list(spec.shape)} is not [M, N] with N a multiple of {BLOCK}")
         elif got.shape != grid or got.dtype not in ("F32", "U8", "F8_E8M0"):
             faults.append(f"{scale}: {got.dtype} {list(got.shape)}, {name} needs {list(grid)} in F32, U8 or F8_E8M0")
         else:
             pairs.append((name, scale))
-    if faults:
-        raise ConversionError("the checkpoint cannot be converted:\n  " + "\n  ".join(faults[:100]))
-    if not pairs:
-        raise ConversionError(f"{source.directory}: no FP8 weight with a 128x128 scale")
+    if not faults and not pairs:
+        faults.append("no FP8 weight (F8_E4M3 `*.weight` with a 128x128 scale)")
+    refuse(source, faults)
     return pairs
 
 
@@ -107,5 +110,4 @@ def plan(source: Source) -> Plan:
 
 def convert(source: Path, target: Path, *, resume: bool = False) -> dict:
     """Convert `source` into `target`; returns the report."""
-    opened = Source(source)
-    return execute(opened, target, plan(opened), resume=resume)
+    return execute(source, target, plan, resume=resume)

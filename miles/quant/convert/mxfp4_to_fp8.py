@@ -17,14 +17,13 @@ from miles.kernels.formats import e2m1_decode, e4m3_decode, e8m0_decode, unpack_
 from miles.kernels.mxfp4_to_fp8 import reference
 from miles.kernels.mxfp4_to_fp8.reference import BLOCK, TILE, Converted
 from miles.quant.contract import QuantContract, scope_digest
-from miles.quant.convert.planning import keep, producer
+from miles.quant.convert.planning import LISTED, keep, producer, refuse
 from miles.quant.convert.run import Done, Item, Plan, TensorReport, execute
 from miles.quant.convert.shards import Source, TensorSpec
 from miles.quant.errors import ConversionError
 
 OnLoss = Literal["fail", "mxfp8", "report"]
 SCALE_SUFFIXES = ("scale", "weight_scale", "weight_scale_inv")
-LISTED = 100
 _MXFP8_CODES = torch.tensor([0x00, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C], dtype=torch.uint8)  # E4M3 of 0 .. 6
 
 
@@ -70,11 +69,9 @@ def scan_headers(source: Source) -> list[Weight]:
         owner = next((name[: -len(s)] + "weight" for s in SCALE_SUFFIXES if name.endswith("." + s)), None)
         if owner is not None and owner not in source.tensors:
             faults.append(f"{name}: stray scale, {owner} is not in the checkpoint")
-    if faults:
-        more = f"\n  ... {len(faults) - LISTED} more" if len(faults) > LISTED else ""
-        raise ConversionError("the checkpoint cannot be converted:\n  " + "\n  ".join(faults[:LISTED]) + more)
-    if not weights:
-        raise ConversionError(f"{source.directory}: no FP4 weight (U8 or I8 `*.weight` with an e8m0 scale)")
+    if not faults and not weights:
+        faults.append("no FP4 weight (U8 or I8 `*.weight` with an e8m0 scale)")
+    refuse(source, faults)
     return weights
 
 
@@ -110,6 +107,18 @@ def max_abs_error(packed: torch.Tensor, scale: torch.Tensor, result: Converted) 
         back = e4m3_decode(result.q[rows, cols]).double() * float(e8m0_decode(result.scale[r : r + 1, c]).double())
         worst = max(worst, float((back - original).abs().max()))
     return worst
+
+
+def check_device(device: str) -> None:
+    """`cpu`, or a CUDA device of this machine."""
+    try:
+        kind = torch.device(device)
+    except RuntimeError:
+        raise ConversionError(f"--device {device}: no such device; use cpu or cuda") from None
+    if kind.type != "cpu" and (kind.type != "cuda" or (kind.index or 0) >= torch.cuda.device_count()):
+        raise ConversionError(
+            f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu (same bytes)"
+        )
 
 
 def _convert_on(device: str, packed: torch.Tensor, scale: torch.Tensor) -> Converted:
@@ -203,5 +212,5 @@ def plan(source: Source, *, on_loss: OnLoss, device: str = "cpu") -> Plan:
 
 def convert(source: Path, target: Path, *, on_loss: OnLoss = "fail", resume: bool = False, device: str = "cpu") -> dict:
     """Convert the checkpoint in `source` into `target`; returns the report that `report.json` holds."""
-    opened = Source(source)
-    return execute(opened, target, plan(opened, on_loss=on_loss, device=device), resume=resume)
+    check_device(device)
+    return execute(source, target, lambda opened: plan(opened, on_loss=on_loss, device=device), resume=resume)

@@ -8,25 +8,29 @@ not is written again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from miles.config.files import replacing, storage_error, sync_folder, write_atomic
 from miles.quant import contract as contracts
 from miles.quant.contract import DIGEST_KEY, QuantContract
-from miles.quant.convert.shards import INDEX, ShardWriter, Source, TensorSpec, as_bytes, sync_directory, write_text
+from miles.quant.convert.shards import ShardWriter, Source, TensorSpec, as_bytes
 from miles.quant.errors import ConversionError
+from miles.quant.headers import INDEX
 
 JOURNAL, REPORT, COMPLETE = "journal.jsonl", "report.json", "COMPLETE"
+OWN_FILES = (INDEX, "config.json", JOURNAL, REPORT, COMPLETE, contracts.FILE)
 
 
 @dataclass
@@ -71,7 +75,6 @@ class Plan:
     items: list[Item]
     contract: QuantContract
     config: dict
-    extra_files: dict[str, str] = field(default_factory=dict)
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> str:
@@ -96,7 +99,7 @@ class Journal:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        write_text(self.path, "".join(json.dumps(e) + "\n" for e in self.entries))
+        write_atomic(self.path, "".join(json.dumps(e) + "\n" for e in self.entries))
 
     def append(self, entry: dict) -> None:
         with open(self.path, "a") as f:
@@ -109,23 +112,54 @@ class Journal:
         return {e["shard"]: e for e in self.entries if "shard" in e}
 
 
-def _open_journal(source: Source, target: Path, plan: Plan, resume: bool) -> Journal:
-    if (target / COMPLETE).exists():
-        raise ConversionError(f"{target} is COMPLETE already; choose another directory")
-    head = {"kind": plan.kind, "input": source.digest, "options": plan.options, "contract": plan.contract.digest()}
-    if not resume:
-        if target.exists() and any(target.iterdir()):
+def check_target(source: Path, target: Path, *, resume: bool) -> None:
+    """Refuses a target that holds something else; asked before a source is read, which may take minutes."""
+    try:
+        if (target / COMPLETE).exists():
+            raise ConversionError(f"{target} is COMPLETE already; choose another directory")
+        if target.exists() and not target.is_dir():
+            raise ConversionError(f"{target} is a file; choose a directory to write")
+        if target.exists() and target.resolve() == source.resolve():
+            raise ConversionError(f"{target} is the source itself; choose another directory")
+        if not resume and target.exists() and any(target.iterdir()):
             raise ConversionError(f"{target} is not empty; use --resume to continue, or another directory")
+        if resume and target.exists() and any(target.iterdir()) and not (target / JOURNAL).exists():
+            raise ConversionError(
+                f"{target} has no {JOURNAL}: it is no interrupted conversion; choose another directory"
+            )
+    except OSError as error:
+        raise storage_error(target, error) from error
+
+
+def _open_journal(source: Source, target: Path, plan: Plan) -> Journal:
+    try:
         target.mkdir(parents=True, exist_ok=True)
-    journal = Journal(target / JOURNAL)
-    if not journal.entries:
-        journal.append(head)
-    elif journal.entries[0] != head:
+    except OSError as error:
+        raise storage_error(target, error) from error
+    head = {"kind": plan.kind, "input": source.digest, "options": plan.options, "contract": plan.contract.digest()}
+    with _saying_how_to_resume(target):
+        journal = Journal(target / JOURNAL)
+        if not journal.entries:
+            journal.append(head)
+    if journal.entries[0] != head:
         differing = sorted(k for k in head if journal.entries[0].get(k) != head[k])
         raise ConversionError(
-            f"{target}: cannot resume, {', '.join(differing)} differ from the run that was interrupted"
+            f"{target}: cannot resume, {', '.join(differing)} differ from the run that was interrupted; give the same "
+            "source and options, or another directory"
         )
+    for left in {*target.glob("*.tmp"), *target.glob(".*.tmp.*")}:
+        left.unlink()
     return journal
+
+
+@contextlib.contextmanager
+def _saying_how_to_resume(target: Path) -> Iterator[None]:
+    """A full disk or a lost folder becomes an error with place and fix; what is finished stays."""
+    try:
+        yield
+    except OSError as error:
+        place = storage_error(Path(error.filename or target), error)
+        raise ConversionError(f"{place}; finished shards are kept: run again with --resume") from error
 
 
 def _write_shard(source: Source, target: Path, shard: str, items: Sequence[Item], metadata: dict[str, str]) -> dict:
@@ -138,7 +172,12 @@ def _write_shard(source: Source, target: Path, shard: str, items: Sequence[Item]
             if item.run is None:
                 writer.write(item.outputs[0].name, source.load(item.outputs[0].name))
                 continue
-            done = item.run()
+            try:
+                done = item.run()
+            except ValueError as error:  # a codec's: NaN, infinity, a maximum that the decode cannot hold
+                raise ConversionError(
+                    f"{source.directory / shard}: {error}; repair or leave out that weight"
+                ) from error
             digests = [hashing.submit(digest_of, part) for part in (done.inputs, done.tensors)]
             for spec, tensor in zip(item.outputs, done.tensors, strict=True):
                 writer.write(spec.name, tensor)
@@ -158,27 +197,47 @@ def _write_shard(source: Source, target: Path, shard: str, items: Sequence[Item]
     }
 
 
-def execute(source: Source, target: Path, plan: Plan, *, resume: bool = False) -> dict:
-    """Write the converted checkpoint to `target`; returns the report. COMPLETE is written last."""
-    target = Path(target)
+def execute(source_dir: Path, target: Path, make_plan: Callable[[Source], Plan], *, resume: bool = False) -> dict:
+    """Plan, then write the converted checkpoint to `target`; returns the report. COMPLETE is written last.
+
+    Everything that can be refused from headers, scales and options is refused before anything is written.
+    """
+    source_dir, target = Path(source_dir), Path(target)
+    check_target(source_dir, target, resume=resume)
     started = time.monotonic()
-    journal = _open_journal(source, target, plan, resume)
+    source = Source(source_dir)
+    plan = make_plan(source)
+    _refuse_collisions(source, plan)
+    journal = _open_journal(source, target, plan)
     by_shard: dict[str, list[Item]] = {}
     for item in plan.items:
         by_shard.setdefault(item.shard, []).append(item)
     metadata = {"format": "pt", DIGEST_KEY: plan.contract.digest()}
     done = journal.shards()
-    for shard in sorted(by_shard):
-        entry = done.get(shard)
-        path = target / shard
-        if entry is None or not path.exists() or path.stat().st_size != entry["bytes"]:
-            journal.append(_write_shard(source, target, shard, by_shard[shard], metadata))
-    _write_side_files(source, target, plan, by_shard)
-    report = _report(source, plan, journal, time.monotonic() - started)
-    write_text(target / REPORT, json.dumps(report, indent=1) + "\n")
-    contracts.write(target, plan.contract)
-    write_text(target / COMPLETE, plan.contract.digest() + "\n")
+    with _saying_how_to_resume(target):
+        for shard in sorted(by_shard):
+            entry = done.get(shard)
+            path = target / shard
+            if entry is None or not path.exists() or path.stat().st_size != entry["bytes"]:
+                journal.append(_write_shard(source, target, shard, by_shard[shard], metadata))
+        _write_side_files(source, target, plan, by_shard)
+        report = _report(source, plan, journal, time.monotonic() - started)
+        write_atomic(target / REPORT, json.dumps(report, indent=1) + "\n")
+        contracts.write(target, plan.contract)
+        write_atomic(target / COMPLETE, plan.contract.digest() + "\n")
     return report
+
+
+def _refuse_collisions(source: Source, plan: Plan) -> None:
+    """A scale that the conversion would write may exist already, left by an earlier one."""
+    seen: set[str] = set()
+    for item in plan.items:
+        for spec in item.outputs:
+            if spec.name in seen:
+                raise ConversionError(
+                    f"{source.directory}: {spec.name} is in the checkpoint and would also be written; remove the stray scale"
+                )
+            seen.add(spec.name)
 
 
 def _write_side_files(source: Source, target: Path, plan: Plan, by_shard: dict[str, list[Item]]) -> None:
@@ -188,26 +247,15 @@ def _write_side_files(source: Source, target: Path, plan: Plan, by_shard: dict[s
         "weight_map": {name: shard for name, (shard, _) in sorted(specs.items())},
     }
     if len(by_shard) > 1 or (source.directory / INDEX).exists():
-        write_text(target / INDEX, json.dumps(index, indent=1) + "\n")
+        write_atomic(target / INDEX, json.dumps(index, indent=1) + "\n")
     for path in sorted(source.directory.iterdir()):
-        skip = path.suffix == ".safetensors" or path.name in (
-            INDEX,
-            "config.json",
-            JOURNAL,
-            REPORT,
-            COMPLETE,
-            contracts.FILE,
-        )
-        if path.is_file() and not skip:
-            temporary = target / f"{path.name}.tmp"
-            shutil.copyfile(path, temporary)
-            os.replace(temporary, target / path.name)
-    for name, text in plan.extra_files.items():
-        write_text(target / name, text)
+        if path.is_file() and path.suffix != ".safetensors" and path.name not in OWN_FILES:
+            with replacing(target / path.name) as temporary:
+                shutil.copyfile(path, temporary)
     config = dict(plan.config)
     config["quantization_config"] = {**config.get("quantization_config", {}), DIGEST_KEY: plan.contract.digest()}
-    write_text(target / "config.json", json.dumps(config, indent=1) + "\n")
-    sync_directory(target)
+    write_atomic(target / "config.json", json.dumps(config, indent=1) + "\n")
+    sync_folder(target)
 
 
 def _report(source: Source, plan: Plan, journal: Journal, seconds: float) -> dict:

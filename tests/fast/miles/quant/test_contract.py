@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 from miles.quant import contract
 from miles.quant.config import NVFP4Options, QuantConfig
 from miles.quant.contract import FourOverSix, nvfp4_contract
+from miles.quant.convert import bf16_to_fp8, to_nvfp4
 from miles.quant.errors import ContractMismatch, ConversionError, QuantConfigError
 from miles.quant.export import export_nvfp4
 from miles.quant.hook import FakeQATHook
@@ -21,18 +23,19 @@ CONFIG = NVFP4QDQConfig(True, error_mode=ErrorMode.MSE, error_use_fast_math=True
 NAMES = ("a.mlp.experts.0.gate_proj.weight", "a.mlp.experts.0.up_proj.weight")
 
 
-def make() -> contract.QuantContract:
-    return nvfp4_contract(CONFIG, NAMES, source_digest="s", producer={"conversion": "test"}, ignore=("a.",))
+def make(**changes) -> contract.QuantContract:
+    return nvfp4_contract(CONFIG, NAMES, source_digest="s", producer={"conversion": "test"}, ignore=("b.",), **changes)
 
 
 CHANGES = {
+    "exceptions": {"a.weight": "mxfp8 1x32"},
     "format": "mxfp4",
     "block": (1, 32),
     "scale_dtype": "e8m0",
     "decode": "stored",
     "scope_digest": "other",
     "gate_up_shared": False,
-    "ignore": ("b.",),
+    "ignore": ("c.",),
 }
 
 
@@ -68,26 +71,70 @@ def test_source_and_producer_may_differ() -> None:
 
 
 def test_a_scope_difference_shows_a_tensor() -> None:
-    other = nvfp4_contract(CONFIG, NAMES[:1], source_digest="s", producer={}, ignore=("a.",))
+    other = nvfp4_contract(CONFIG, NAMES[:1], source_digest="s", producer={}, ignore=("b.",))
     with pytest.raises(ContractMismatch, match=r"for example a\.mlp\.experts\.0\.up_proj\.weight"):
         contract.require_equal(make(), other, where="x")
 
 
 def test_written_contract_reads_back_equal_with_its_rounding(tmp_path: Path) -> None:
-    digest = contract.write(tmp_path, make())
-    assert contract.read(tmp_path) == make()
+    mine = make(weights="masters")
+    digest = contract.write(tmp_path, mine)
+    assert contract.read(tmp_path) == mine
     assert contract.read(tmp_path).digest() == digest
     assert contract.read(tmp_path).nvfp4() == CONFIG
 
 
-def test_a_changed_contract_no_longer_fits_the_config(tmp_path: Path) -> None:
-    digest = contract.write(tmp_path, make())
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {contract.DIGEST_KEY: digest}}))
-    contract.read(tmp_path)
-    path = tmp_path / contract.FILE
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A packed checkpoint of two shards."""
+    export_nvfp4(stream(), tmp_path / "stored", CONFIG, model_config={"a": 1}, shard_bytes=3000)
+    return tmp_path / "stored"
+
+
+def shards(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.safetensors"))
+
+
+def test_the_digest_is_repeated_in_config_and_every_shard(stored: Path) -> None:
+    digest = contract.read(stored).digest()
+    assert len(shards(stored)) > 1
+    for path in shards(stored):
+        with safe_open(path, "pt") as f:
+            assert f.metadata() == {"format": "pt", contract.DIGEST_KEY: digest}
+    config = json.loads((stored / "config.json").read_text())
+    assert config["quantization_config"][contract.DIGEST_KEY] == digest
+    assert (stored / "COMPLETE").read_text().strip() == digest
+
+
+def test_a_changed_contract_no_longer_fits_the_files(stored: Path) -> None:
+    path = stored / contract.FILE
     path.write_text(path.read_text().replace('"MSE"', '"MAE"'))
-    with pytest.raises(ContractMismatch, match="quantization_contract_digest"):
-        contract.read(tmp_path)
+    with pytest.raises(
+        ContractMismatch, match=r"quantization_contract_digest is [0-9a-f]{64}, .* not\s+written together"
+    ):
+        contract.read(stored)
+
+
+def test_a_shard_of_another_conversion_is_noticed(stored: Path, tmp_path: Path) -> None:
+    other = NVFP4QDQConfig(True, error_mode=ErrorMode.MAE, error_use_fast_math=True)
+    export_nvfp4(stream(), tmp_path / "other", other, model_config={"a": 1}, shard_bytes=3000)
+    shards(stored)[1].write_bytes(shards(tmp_path / "other")[1].read_bytes())
+    with pytest.raises(ContractMismatch, match=rf"{shards(stored)[1].name}: quantization_contract_digest is"):
+        contract.read(stored)
+
+
+def test_a_shard_without_a_digest_is_noticed(stored: Path) -> None:
+    save_file(load_file(shards(stored)[0]), shards(stored)[0], metadata={"format": "pt"})
+    with pytest.raises(ContractMismatch, match="quantization_contract_digest is missing"):
+        contract.read(stored)
+
+
+def test_tensors_that_no_shard_holds_are_noticed(stored: Path) -> None:
+    index = stored / "model.safetensors.index.json"
+    (stored / json.loads(index.read_text())["weight_map"][NAMES[0]]).unlink()
+    index.unlink()
+    with pytest.raises(ContractMismatch, match="tensors that no shard holds"):
+        contract.read(stored)
 
 
 def test_legacy_refused(tmp_path: Path) -> None:
@@ -118,17 +165,13 @@ def stream() -> list[tuple[str, torch.Tensor]]:
 
 
 def test_live_export_writes_the_contract_and_what_the_converter_would(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    from miles.quant.convert import bf16
-
     found = export_nvfp4(stream(), tmp_path / "live", CONFIG, model_config={"a": 1}, shard_bytes=3000)
     assert contract.read(tmp_path / "live") == found
     assert len(list((tmp_path / "live").glob("*.safetensors"))) > 1
     live = {k: v for p in (tmp_path / "live").glob("*.safetensors") for k, v in load_file(p).items()}
     (tmp_path / "source").mkdir()
     save_file(dict(stream()), tmp_path / "source" / "model.safetensors")
-    bf16.to_nvfp4(tmp_path / "source", tmp_path / "converted", config=CONFIG)
+    to_nvfp4.convert(tmp_path / "source", tmp_path / "converted", config=CONFIG)
     converted = load_file(tmp_path / "converted" / "model.safetensors")
     assert set(converted) - set(live) == {n for n in converted if n.endswith("input_scale")}
     assert all(torch.equal(live[n].view(torch.uint8), converted[n].view(torch.uint8)) for n in live)
@@ -138,20 +181,88 @@ def test_live_export_writes_the_contract_and_what_the_converter_would(tmp_path: 
 
 
 def test_live_export_against_another_contract_is_not_complete(tmp_path: Path) -> None:
-    with pytest.raises(ContractMismatch, match=r"export to .*ignore: expected \('a\.',\), found \(\)"):
+    with pytest.raises(ContractMismatch, match=r"export to .*ignore: expected \('b\.',\), found \(\)"):
         export_nvfp4(stream(), tmp_path / "live", CONFIG, model_config={}, expected=make())
     assert not (tmp_path / "live" / "COMPLETE").exists()
-    with pytest.raises(ConversionError, match="not empty"):
+    assert not list((tmp_path / "live").iterdir())
+
+
+def test_live_export_names_what_is_in_its_way(tmp_path: Path) -> None:
+    export_nvfp4(stream(), tmp_path / "live", CONFIG, model_config={})
+    with pytest.raises(ConversionError, match="live is not empty; export into another directory"):
         export_nvfp4(stream(), tmp_path / "live", CONFIG, model_config={})
+    with pytest.raises(ConversionError, match=r"export to .*half without its partner: .*gate_proj"):
+        export_nvfp4(stream()[:1], tmp_path / "half", CONFIG, model_config={})
+    with pytest.raises(ConversionError, match="no routed-expert weight to quantise"):
+        export_nvfp4(stream()[3:], tmp_path / "none", CONFIG, model_config={})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConversionError, match=r"a part of this path is a file.*nothing was published"):
+        export_nvfp4(stream(), tmp_path / "file" / "live", CONFIG, model_config={})
+
+
+def masters(directory: Path) -> Path:
+    """What a trainer with fake quantisation exports: unquantised weights, and how they must be rounded."""
+    directory.mkdir()
+    save_file(dict(stream()), directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
+    contract.write(directory, nvfp4_contract(CONFIG, NAMES, source_digest="s", producer={}, weights="masters"))
+    return directory
+
+
+def test_plain_weights_need_no_contract(tmp_path: Path) -> None:
+    save_file(dict(stream()), tmp_path / "model.safetensors")
+    assert contract.check_rounding(tmp_path, CONFIG, where="engine launch") is None
 
 
 def test_fake_quantisation_and_engine_start_refuse_a_checkpoint_of_another_rounding(tmp_path: Path) -> None:
-    save_file(dict(stream()), tmp_path / "model.safetensors")
-    assert contract.check_rounding(tmp_path, CONFIG, where="engine launch") is None
-    contract.write(tmp_path, make())
-    assert contract.check_rounding(tmp_path, CONFIG, where="engine launch") == make()
+    trained = masters(tmp_path / "trained")
+    assert contract.check_rounding(trained, CONFIG, where="engine launch") == contract.read(trained)
     options = NVFP4Options(use_4over6=True, error_mode="MAE", error_use_fast_math=True)
     with pytest.raises(
         ContractMismatch, match=r"start of fake quantisation: .*error_mode: expected 'MAE', found 'MSE'"
     ):
-        FakeQATHook(QuantConfig(fake_qat="nvfp4", nvfp4=options), environ={}, model_dir=tmp_path)
+        FakeQATHook(QuantConfig(fake_qat="nvfp4", nvfp4=options), environ={}, model_dir=trained)
+
+
+def test_fake_quantisation_refuses_a_checkpoint_of_another_scope(tmp_path: Path) -> None:
+    options = NVFP4Options(use_4over6=True, error_mode="MSE", error_use_fast_math=True, ignore=("a.mlp.experts.",))
+    with pytest.raises(ContractMismatch, match=r"scope_digest.*ignore: expected \('a\.mlp\.experts\.',\), found \(\)"):
+        FakeQATHook(QuantConfig(fake_qat="nvfp4", nvfp4=options), environ={}, model_dir=masters(tmp_path / "trained"))
+
+
+def test_packed_weights_are_no_start_for_trainer_or_engine(stored: Path) -> None:
+    with pytest.raises(QuantConfigError, match="are packed nvfp4, trainer and engine pack unquantised weights"):
+        contract.check_rounding(stored, CONFIG, where="engine launch")
+    (stored / contract.FILE).unlink()
+    with pytest.raises(QuantConfigError, match=r"holds quantised weights .* but no .*miles convert requantise"):
+        contract.check_rounding(stored, CONFIG, where="engine launch")
+
+
+def test_a_trained_model_is_converted_with_the_rounding_it_was_trained_with(tmp_path: Path) -> None:
+    trained = masters(tmp_path / "trained")
+    with pytest.raises(ContractMismatch, match=r"four_over_six\.on: expected True, found False"):
+        to_nvfp4.convert(trained, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    to_nvfp4.convert(trained, tmp_path / "packed", config=CONFIG)
+    assert contract.read(tmp_path / "packed").weights == "stored"
+
+
+def test_a_contract_for_fp8_may_list_shared_experts(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    save_file(dict(stream()), tmp_path / "source" / "model.safetensors")
+    bf16_to_fp8.convert(tmp_path / "source", tmp_path / "fp8")
+    assert "a.mlp.shared_expert.gate_proj.weight" in contract.read(tmp_path / "fp8").tensors
+
+
+def test_a_checkpoint_goes_on_with_the_rounding_it_was_trained_with() -> None:
+    mine = make(weights="masters")
+    saved = mine.model_dump(mode="json")
+    contract.require_resumed(None, None, where="iter_5")
+    contract.require_resumed(mine, saved, where="iter_5")
+    with pytest.raises(ContractMismatch, match="iter_5 was trained with fake quantisation, this run is without"):
+        contract.require_resumed(None, saved, where="iter_5")
+    with pytest.raises(ContractMismatch, match="iter_5 was trained without fake quantisation, this run is with"):
+        contract.require_resumed(mine, None, where="iter_5")
+    other = mine.model_copy(update={"decode": "stored"})
+    with pytest.raises(ContractMismatch, match=r"resume from iter_5: .*decode: expected 'te', found 'stored'"):
+        contract.require_resumed(other, saved, where="iter_5")

@@ -109,8 +109,15 @@ def test_recipe_and_environment_must_agree_where_both_are_set() -> None:
 def test_the_environment_alone_turns_fake_quantisation_on() -> None:
     assert QuantConfig().fake_qat_config({}) is None
     assert QuantConfig().fake_qat_config({GATE: "1"}) == NVFP4QDQConfig()
-    with pytest.raises(QuantConfigError, match="fake_qat is none"):
-        QuantConfig(nvfp4=NVFP4Options()).fake_qat_config({GATE: "1"})
+
+
+def test_options_that_would_act_nowhere_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"quant\.nvfp4 acts only with quant\.fake_qat: nvfp4"):
+        QuantConfig(nvfp4=NVFP4Options())
+    with pytest.raises(ValidationError, match="error_mode=MSE needs use_4over6"):
+        NVFP4Options(error_mode="MSE")
+    with pytest.raises(ValidationError, match="no regular expression"):
+        NVFP4Options(ignore=("re:(",))
 
 
 def test_recipe_options_obey_the_same_rules() -> None:
@@ -138,6 +145,8 @@ def test_signed_gate_refused() -> None:
         MetricGate(name="custom/gap", max=1.0, signed=True)
     with pytest.raises(ValidationError, match="exactly one of max_abs and max"):
         MetricGate(name="train/ppo_kl")
+    with pytest.raises(ValidationError, match="`signed: false` cannot change that"):
+        MetricGate(name="train/ppo_kl", max=1e-3, signed=False)
     assert MetricGate(name="mismatch/k3", max=0.1).is_signed is False
 
 

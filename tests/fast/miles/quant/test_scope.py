@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
-from miles.quant import qat
-from miles.quant.packed import pack_named
+from miles.quant import contract, qat
+from miles.quant.convert import to_nvfp4
+from miles.quant.export import export_nvfp4
 from miles.quant.scope import (
     SCOPE_TABLE,
     Ignore,
@@ -56,27 +58,21 @@ class Holder(nn.Module):
             owner.register_parameter(leaf, nn.Parameter(torch.randn(16, 32)))
 
 
-def paths() -> tuple[set[str], set[str], set[str]]:
+def paths(folder: Path) -> tuple[set[str], set[str], set[str]]:
     """Names that the converter, the live export and the QAT hook choose out of the table."""
-    from miles.quant.convert.bf16 import _selected
-
     weights = [n for n, _ in SCOPE_TABLE]
     complete = [*weights, *(p for n in weights if (p := gate_up_partner(n)) and p not in weights)]
-
-    stored = SimpleNamespace(spec=SimpleNamespace(dtype="BF16", shape=(16, 32)))
-    source = SimpleNamespace(directory="none", tensors=dict.fromkeys(complete, stored))
-    converter = set(_selected(source, Scope().__contains__, 16))
-    exported = {
-        n
-        for n, t in pack_named(((n, torch.randn(16, 32)) for n in complete), NVFP4QDQConfig())
-        if t.dtype == torch.uint8
-    }
-    hooked = set(qat.install(Holder(complete), NVFP4QDQConfig()).names)
-    return converter, exported, hooked
+    folder.joinpath("source").mkdir()
+    save_file({n: torch.randn(16, 32) for n in complete}, folder / "source" / "model.safetensors")
+    to_nvfp4.convert(folder / "source", folder / "converted")
+    stream = ((n, torch.randn(16, 32)) for n in complete)
+    exported = export_nvfp4(stream, folder / "exported", NVFP4QDQConfig(), model_config={})
+    hooked = qat.install(Holder(complete), NVFP4QDQConfig()).names
+    return set(contract.read(folder / "converted").tensors), set(exported.tensors), set(hooked)
 
 
-def test_scope_table_three_paths() -> None:
-    converter, exported, hooked = paths()
+def test_scope_table_three_paths(tmp_path: Path) -> None:
+    converter, exported, hooked = paths(tmp_path)
     answers = {n for n, a in SCOPE_TABLE if a}
     in_table = {n for n, _ in SCOPE_TABLE}
     assert converter & in_table == exported & in_table == hooked & in_table == answers
@@ -111,14 +107,26 @@ def test_bad_ignore_entries_are_refused() -> None:
 
 
 def test_first_and_last_bf16_layers_count_decoder_layers_only() -> None:
-    ignore = edge_layers_ignore(num_layers=47, first=1, last=2)
+    names = [f"model.layers.{i}.mlp.experts.0.up_proj.weight" for i in range(48)]  # 47 is the MTP layer
+    ignore = edge_layers_ignore([*names, "mtp.layers.0.mlp.gate.weight"], num_layers=47, first=1, last=2)
     assert ignore.entries == ("model.layers.0.", "model.layers.45.", "model.layers.46.")
-    assert not ignore.matches("model.layers.47.mlp.experts.0.up_proj.weight")  # the MTP layer of such checkpoints
+    assert not ignore.matches(names[47])
     assert decoder_layer("model.layers.47.mlp.gate.weight", 47) is None
     assert decoder_layer("mtp.layers.0.mlp.gate.weight", 47) is None
     assert decoder_layer("model.layers.46.mlp.gate.weight", 47) == 46
     with pytest.raises(ValueError, match="do not fit in 3 decoder layers"):
-        edge_layers_ignore(3, 2, 2)
+        edge_layers_ignore(names, 3, 2, 2)
+
+
+def test_edge_layers_follow_the_prefix_of_the_names() -> None:
+    names = [f"model.language_model.layers.{i}.mlp.experts.gate_up_proj" for i in range(3)]
+    assert edge_layers_ignore(names, 3, 1, 0).entries == ("model.language_model.layers.0.",)
+
+
+def test_entries_that_match_nothing_are_named() -> None:
+    names = ["model.layers.0.mlp.experts.1.up_proj.weight"]
+    ignore = Ignore(("model.layers.0", "model.layers.0.", "re:.*up_proj", "re:.*up_proj.*"))
+    assert ignore.unused(names) == ["model.layers.0", "re:.*up_proj"]
 
 
 def test_missing_or_duplicated_gate_up_half_raises() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,18 +24,20 @@ def mxfp4_weight(m: int, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.fixture
 def mxfp4_checkpoint(tmp_path: Path) -> Checkpoint:
-    def build(*, lossy: bool = False, layers: int = 3, m: int = 200, n: int = 160, name: str = "source") -> Path:
+    def build(
+        *, lossy: bool = False, layers: int = 3, experts: int = 1, m: int = 200, n: int = 160, name: str = "source"
+    ) -> Path:
         directory = tmp_path / name
         directory.mkdir()
         shards: dict[str, dict[str, torch.Tensor]] = {f"model-{i}.safetensors": {} for i in range(layers)}
         files = list(shards)
         for layer in range(layers):
-            for e, half in enumerate(("gate_proj", "up_proj", "down_proj")):
+            for e, (expert, half) in enumerate(product(range(experts), ("gate_proj", "up_proj", "down_proj"))):
                 packed, scale = mxfp4_weight(m, n, 10 * layer + e)
                 if lossy and layer == 1 and half == "up_proj":
                     packed[150, 64:80] = 0x11  # 0.5 in the last block column ...
                     scale[150, 4] = 100  # ... 16 steps and more below its tile's largest code
-                stem = f"model.layers.{layer}.mlp.experts.0.{half}."
+                stem = f"model.layers.{layer}.mlp.experts.{expert}.{half}."
                 shards[files[layer]][stem + "weight"] = packed.view(torch.int8)
                 shards[files[(layer + 1) % layers]][stem + "scale"] = scale.view(torch.float8_e8m0fnu)
             shards[files[layer]][f"model.layers.{layer}.input_layernorm.weight"] = torch.randn(n).to(torch.bfloat16)

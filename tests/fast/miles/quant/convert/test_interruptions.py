@@ -1,4 +1,4 @@
-"""Kill -9 at any point, a full disk, and the memory that a conversion needs."""
+"""Kill -9 at any point, and a full disk: what is there is whole, and a resume gives the same bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
-from ci.declare import register_cpu_ci
 from miles.quant.convert.mxfp4_to_fp8 import convert
-
-register_cpu_ci(30, "stage-a-cpu", nightly=True)
 
 POINTS = 20
 
@@ -99,26 +94,3 @@ def test_disk_full_leaves_no_final(mxfp4_checkpoint, tmp_path: Path, digest) -> 
     convert(source, target, resume=True)
     convert(source, tmp_path / "whole")
     assert digest(target) == digest(tmp_path / "whole")
-
-
-def _peak_kb() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux' peak-memory reset")
-def test_peak_memory_is_at_most_two_shards(mxfp4_checkpoint, tmp_path: Path) -> None:
-    source = mxfp4_checkpoint(layers=2, m=2048, n=8192)
-    shard = max(p.stat().st_size for p in source.glob("*.safetensors"))
-    result = tmp_path / "peak"
-
-    def measured() -> None:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _peak_kb()
-        convert(source, tmp_path / "out")
-        result.write_text(str((_peak_kb() - before) * 1024))
-
-    _, status = os.waitpid(in_child(measured), 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    grown = int(result.read_text())
-    assert grown <= 2 * shard, f"{grown / 1e6:.0f} MB for shards of {shard / 1e6:.0f} MB"

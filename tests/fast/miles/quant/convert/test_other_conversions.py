@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 from miles.quant import contract
 from miles.quant.cli import convert_app
 from miles.quant.codecs import fp8_block, mxfp8, nvfp4
-from miles.quant.convert import bf16, fp8_to_mxfp8, requantise
+from miles.quant.convert import bf16_to_fp8, fp8_to_mxfp8, to_nvfp4
 from miles.quant.errors import ConversionError
 
+requantise = partial(to_nvfp4.convert, kind="requantise")
 CONFIG = NVFP4QDQConfig(True, error_mode=ErrorMode.MSE, error_use_fast_math=True, decode="stored")
 EXPERT = "model.layers.{layer}.mlp.experts.0.{half}_proj.weight"
 
@@ -58,7 +60,7 @@ def decoded(after: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 def test_cross_shard_pair_shares_its_maximum(bf16_checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
-    bf16.to_nvfp4(bf16_checkpoint, target, config=CONFIG)
+    to_nvfp4.convert(bf16_checkpoint, target, config=CONFIG)
     before, after = tensors(bf16_checkpoint), tensors(target)
     for layer in range(3):
         gate, up, down = (EXPERT.format(layer=layer, half=h) for h in ("gate", "up", "down"))
@@ -75,7 +77,7 @@ def test_cross_shard_pair_shares_its_maximum(bf16_checkpoint: Path, tmp_path: Pa
 
 def test_nvfp4_contract_and_config(bf16_checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
-    bf16.to_nvfp4(bf16_checkpoint, target, config=CONFIG, ignore=("model.layers.1.",), bf16_last_layers=1)
+    to_nvfp4.convert(bf16_checkpoint, target, config=CONFIG, ignore=("model.layers.1.",), bf16_last_layers=1)
     found = contract.read(target)
     assert found.nvfp4() == CONFIG
     assert found.tensors == tuple(sorted(EXPERT.format(layer=0, half=h) for h in ("gate", "up", "down")))
@@ -94,13 +96,13 @@ def test_a_missing_half_is_refused(bf16_checkpoint: Path, tmp_path: Path) -> Non
     kept = {k: v for k, v in load_file(shard).items() if k != EXPERT.format(layer=1, half="up")}
     save_file(kept, shard)
     with pytest.raises(ConversionError, match=r"half is missing: model\.layers\.1\.mlp\.experts\.0\.up_proj"):
-        bf16.to_nvfp4(bf16_checkpoint, tmp_path / "out")
+        to_nvfp4.convert(bf16_checkpoint, tmp_path / "out")
 
 
 @pytest.mark.parametrize("scale", ["fp32", "e8m0"])
 def test_bf16_to_fp8_covers_projections_only(scale: str, bf16_checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
-    bf16.to_fp8(bf16_checkpoint, target, scale=scale)
+    bf16_to_fp8.convert(bf16_checkpoint, target, scale=scale)
     before, after = tensors(bf16_checkpoint), tensors(target)
     converted = {n for n, t in after.items() if t.dtype == torch.float8_e4m3fn}
     assert converted == {n for n in before if "_proj." in n}
@@ -113,7 +115,7 @@ def test_bf16_to_fp8_covers_projections_only(scale: str, bf16_checkpoint: Path, 
 
 
 def test_fp8_to_mxfp8_is_exact_for_power_of_two_scales(bf16_checkpoint: Path, tmp_path: Path) -> None:
-    bf16.to_fp8(bf16_checkpoint, tmp_path / "fp8", scale="e8m0", scope="experts", ignore=("re:.*down_proj.*",))
+    bf16_to_fp8.convert(bf16_checkpoint, tmp_path / "fp8", scale="e8m0", scope="experts", ignore=("re:.*down_proj.*",))
     before = tensors(tmp_path / "fp8")
     report = fp8_to_mxfp8.convert(tmp_path / "fp8", tmp_path / "mxfp8")
     after = tensors(tmp_path / "mxfp8")
@@ -162,7 +164,7 @@ def test_requantise_repairs_quantised_shared_experts(bf16_checkpoint: Path, tmp_
     (legacy / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
     with pytest.raises(contract.QuantConfigError, match=r"shared experts are quantised .*miles convert requantise"):
         contract.read(legacy)
-    requantise.convert(legacy, tmp_path / "new", config=CONFIG)
+    requantise(legacy, tmp_path / "new", config=CONFIG)
     after = tensors(tmp_path / "new")
     found = contract.read(tmp_path / "new")
     assert found.nvfp4() == CONFIG
@@ -177,8 +179,8 @@ def test_requantise_repairs_quantised_shared_experts(bf16_checkpoint: Path, tmp_
 
 
 def test_requantise_reads_fp8_blocks(bf16_checkpoint: Path, tmp_path: Path) -> None:
-    bf16.to_fp8(bf16_checkpoint, tmp_path / "fp8")
-    requantise.convert(tmp_path / "fp8", tmp_path / "new", config=CONFIG)
+    bf16_to_fp8.convert(bf16_checkpoint, tmp_path / "fp8")
+    requantise(tmp_path / "fp8", tmp_path / "new", config=CONFIG)
     after = tensors(tmp_path / "new")
     assert after[EXPERT.format(layer=0, half="down")].dtype == torch.uint8
     assert after["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
