@@ -6,7 +6,7 @@ says otherwise. The loop knows token ids, batches and Hugging Face (HF) tensor n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from miles.data.batch import RankBatch
+    from miles.quant.contract import QuantContract
     from miles.train.checkpoint import Skipped
 
 
@@ -53,6 +54,16 @@ class Resumed:
     path: Path
     skipped: tuple[Skipped, ...]
     rng_restored: bool
+
+
+class ChunkHook(Protocol):
+    """What may change a model chunk before it trains (fake quantisation), and say so in checkpoints and exports."""
+
+    def __call__(self, chunk: torch.nn.Module, hf_names: Callable[[str], Iterable[str]]) -> None:
+        """Called with each policy chunk before its gradient buffers exist; `hf_names(parameter)`: its HF names."""
+
+    def contract(self, hf_names: Iterable[str]) -> QuantContract | None:
+        """How a model with these HF names is rounded in training; None when it is not."""
 
 
 @runtime_checkable

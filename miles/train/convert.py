@@ -6,6 +6,7 @@ mesh then loads. One parameter is held at a time, except for the shard being wri
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from miles.models import registry
 from miles.models.family import read_hf_config
 from miles.models.hf_files import FolderWriter, HFCheckpoint, copy_tokenizer_files, write_json, write_shards
 from miles.models.weightmap import BoundMap
+from miles.quant import contract as contracts
 from miles.train import checkpoint
 from miles.train.checkpoint import Manifest
 from miles.train.errors import CheckpointError
@@ -78,6 +80,8 @@ def checkpoint_to_hf(source: Path, target: Path, *, tokenizer_dir: Path | None =
             copy_tokenizer_files(Path(tokenizer_dir), folder)
         write_json(folder / "config.json", hf_config)
         write_shards(folder, ((name, tensor.to(dtype)) for name, tensor in shards.full("model")))
+        if (saved := manifest.settings.get("quantization_contract")) is not None:
+            contracts.write(folder, contracts.parse(json.dumps(saved), where=path / "manifest.json"))
     return Path(target)
 
 
@@ -100,6 +104,9 @@ def hf_to_checkpoint(source: Path, target: Path) -> Path:
         for moment in MOMENTS:
             tensors[f"policy.{moment}/{entry.mcore}"] = torch.zeros_like(local)
     weights.close()
+    settings: dict[str, Any] = {"hf_config": hf_config}
+    if (Path(source) / contracts.FILE).exists():
+        settings["quantization_contract"] = contracts.read(Path(source)).model_dump(mode="json")
     folder = checkpoint.begin(Path(target), 0)
     record = checkpoint.write_tensors(
         folder, "rank_00000.safetensors", tensors, {"rank": 0, "tp_rank": 0, "expert_tp_rank": 0}
@@ -112,7 +119,7 @@ def hf_to_checkpoint(source: Path, target: Path) -> Path:
         versions={},
         files=[record],
         extra={"step": 0},
-        settings={"hf_config": hf_config},
+        settings=settings,
     )
     return checkpoint.publish(folder, manifest, keep=1)
 

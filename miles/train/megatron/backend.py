@@ -25,8 +25,10 @@ from miles.data.batch import RankBatch
 from miles.models import registry
 from miles.models.family import read_hf_config
 from miles.models.hf_files import FolderWriter, copy_tokenizer_files, write_json, write_shards
+from miles.quant import contract as contracts
+from miles.quant.contract import QuantContract
 from miles.train import checkpoint
-from miles.train.backend import ParallelLayout, Resumed
+from miles.train.backend import ChunkHook, ParallelLayout, Resumed
 from miles.train.checkpoint import Manifest
 from miles.train.config import OptimizerConfig, TrainConfig
 from miles.train.errors import CheckpointError, TrainError
@@ -54,10 +56,10 @@ class MegatronBackend:
         seed: int,
         temperature: float = 1.0,
         rope_kind: str | None = None,
-        install: Callable[[torch.nn.Module], None] | None = None,
+        install: ChunkHook | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        """`install` is called with each built policy chunk before its gradient buffers exist (quantisation hooks).
+        """`install` is called with each built policy chunk; its contract goes into checkpoints and beside exports.
         `listener`: rank 0's socket bound to `master_port`; without it the port must be free when `init` is called."""
         if temperature <= 0:
             raise TrainError(f"temperature is {temperature}; training needs the sampling temperature, above 0")
@@ -195,12 +197,21 @@ class MegatronBackend:
             copy_tokenizer_files(self.model_dir, folder)
             write_json(folder / "config.json", self.hf_config)
             write_shards(folder, ((name, tensor.to(dtype)) for name, tensor in tensors))
+            if (found := self._contract()) is not None:
+                contracts.write(folder, found)
+
+    def _contract(self) -> QuantContract | None:
+        """How the policy's weights are rounded in training, if they are."""
+        return None if self._install is None else self._install.contract(self.policy.bound.expected_hf)
 
     def save(self, directory: Path, *, extra: dict[str, Any]) -> Path:
         """Write `iter_<n>` below `directory`, n = extra["step"] or the optimizer's step count. Collective, atomic."""
         directory = Path(directory)
         step = int(extra.get("step", self.policy.optimizer.steps))
         folder, files = state_files.save_shards(directory, step, self.models, self.mesh)
+        settings = {"precision": self.config.precision, "spec": asdict(self.choice), "hf_config": self.hf_config}
+        if (found := self._contract()) is not None:
+            settings["quantization_contract"] = found.model_dump(mode="json")
         manifest = Manifest(
             step=step,
             optimizer_steps={label: trained.optimizer.steps for label, trained in self.models.items()},
@@ -209,7 +220,7 @@ class MegatronBackend:
             versions=_versions(),
             files=files,
             extra=extra,
-            settings={"precision": self.config.precision, "spec": asdict(self.choice), "hf_config": self.hf_config},
+            settings=settings,
         )
         state_files.publish(folder, manifest, self.mesh, keep=self.config.checkpoint_keep)
         return directory / f"iter_{step}"
@@ -230,6 +241,7 @@ class MegatronBackend:
                 f"{found.path}: holds {', '.join(sorted(manifest.optimizer_steps))}, but this run trains "
                 f"{', '.join(sorted(self.models))}; resume with the same algo.advantage or start a new run folder"
             )
+        contracts.require_resumed(self._contract(), manifest.settings.get("quantization_contract"), where=found.path)
         restored = True
         for label, trained in self.models.items():
             reader = state_files.ShardReader(found.path, manifest, label, trained.bound)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from miles.train.megatron.platform import Platform, building
 from miles.train.megatron.rotary import Rotary, check_inv_freq, set_cos_sin_scale
 from miles.train.megatron.spec import SpecChoice, block_spec
 from miles.train.megatron.value_head import ValueHead
+
+# Called with a chunk and a function from its parameters' names to global ones, before gradient buffers exist.
+Install = Callable[[torch.nn.Module, Callable[[str], str]], None]
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def build_chunks(
     choice: SpecChoice,
     *,
     head: str = "vocabulary",
-    install: Callable[[torch.nn.Module], None] | None = None,
+    install: Install | None = None,
     trainable: bool = True,
 ) -> list[ModelChunk]:
     """Every chunk of this rank, on its device, weights uninitialised until a checkpoint is loaded.
@@ -143,7 +147,7 @@ def _build_chunk(
     choice: SpecChoice,
     stage: int | None,
     head: str,
-    install: Callable[[torch.nn.Module], None] | None,
+    install: Install | None,
     trainable: bool,
 ) -> ModelChunk:
     from megatron.core import parallel_state as ps
@@ -173,13 +177,16 @@ def _build_chunk(
     if train.precision == "bf16":
         gpt.bfloat16()
         gpt.rotary_pos_emb.float()
+    offsets = {
+        "layer_offset": get_transformer_layer_offset(config, vp_stage=stage),
+        "expert_offset": mesh.layout.ep_rank * (model.num_experts // train.parallel.ep),
+    }
     if install is not None:
-        install(gpt)
+        install(gpt, partial(global_name, **offsets))
     return ModelChunk(
         model=gpt,
         ddp=_with_gradient_buffers(config, gpt, stage) if trainable else gpt.requires_grad_(False),
-        layer_offset=get_transformer_layer_offset(config, vp_stage=stage),
-        expert_offset=mesh.layout.ep_rank * (model.num_experts // train.parallel.ep),
+        **offsets,
     )
 
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from miles.algos.metrics import MetricSums
 from miles.models.family import Family, FamilyConfig
+from miles.models.weightmap import BoundMap
+from miles.train.backend import ChunkHook
 from miles.train.config import OptimizerConfig, TrainConfig
 from miles.train.megatron import build, loop, weights
 from miles.train.megatron.inputs import ModelInput
@@ -19,6 +21,10 @@ from miles.train.megatron.mesh import Mesh
 from miles.train.megatron.optimizer import MasterAdamW
 from miles.train.megatron.platform import Platform
 from miles.train.megatron.spec import SpecChoice
+
+
+def _with_hf_names(hook: ChunkHook, bound: BoundMap) -> build.Install:
+    return lambda chunk, to_global: hook(chunk, lambda local: bound.entry(to_global(local)).hf)
 
 
 class ScoredModel:
@@ -39,14 +45,15 @@ class ScoredModel:
         choice: SpecChoice,
         *,
         head: str = "vocabulary",
-        install: Callable[[torch.nn.Module], None] | None = None,
+        install: ChunkHook | None = None,
     ) -> None:
         policy_head = head == "vocabulary"
         self.mesh = mesh
         weight_map = family.weights if policy_head else weights.critic_map(family.weights)
         self.bound = weight_map.bind(model.map_shape if policy_head else weights.critic_shape(model))
+        hook = _with_hf_names(install, self.bound) if install is not None else None
         self.chunks = build.build_chunks(
-            model, train, mesh, platform, choice, head=head, install=install, trainable=self.trainable
+            model, train, mesh, platform, choice, head=head, install=hook, trainable=self.trainable
         )
         self.full_tensors = weights.FullTensors(self.bound, mesh)
         self._device = platform.device
@@ -106,7 +113,7 @@ class TrainedModel(ScoredModel):
         choice: SpecChoice,
         *,
         head: str = "vocabulary",
-        install: Callable[[torch.nn.Module], None] | None = None,
+        install: ChunkHook | None = None,
     ) -> None:
         super().__init__(family, model, train, mesh, platform, choice, head=head, install=install)
         self.optimizer = MasterAdamW(self.chunks, optimizer, mesh, lambda name: weights.is_replicated(name, self.bound))

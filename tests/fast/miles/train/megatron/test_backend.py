@@ -123,7 +123,7 @@ def test_install_hook_sees_every_chunk_before_gradient_buffers_exist(ranks, tool
 
         seen = []
 
-        def install(model):
+        def install(model, hf_names):
             seen.append(all(not hasattr(parameter, "main_grad") for parameter in model.parameters()))
 
         arguments = {"rank": 0, "world_size": 1, "master_addr": "127.0.0.1", "master_port": 0, "seed": 0}
