@@ -55,7 +55,10 @@ class NVFP4Options(StrictModel):
             if first or last:
                 edges = edge_layers_ignore(known, decoder_layer_count(hf_config), first, last)
                 scope = Scope(Ignore((*self.ignore, *edges.entries)))
-            check_pairs(scope.select(known))
+            chosen = scope.select(known)
+            check_pairs(chosen)
+            if not chosen:
+                raise ValueError("no routed expert is left to quantise")
         except ValueError as error:
             raise QuantConfigError(f"nvfp4 ignore, bf16_first_layers, bf16_last_layers: {error}") from None
         return scope

@@ -194,13 +194,14 @@ def install(
     """Wrap every module of `model` that owns a routed-expert weight. `group`: the expert-tensor-parallel group.
 
     `ignore` speaks of Hugging Face names: `hf_names` gives those behind a parameter (the same name when left out).
-    Raises QuantConfigError when a scoped parameter sits in a module that cannot be wrapped, when there is nothing to
-    quantise (unless `allow_empty`: a pipeline stage without experts), or on a second call.
+    Raises QuantConfigError when a scoped parameter sits in a module that cannot be wrapped, when there is no routed
+    expert (unless `allow_empty`: a pipeline stage without experts), or on a second call.
     """
     if hasattr(model, _STATE):
         raise QuantConfigError("fake quantisation is already installed on this model")
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    scoped = {n for n in Scope().select(by_name) if not _ignored(n, ignore or Ignore(), hf_names)}
+    routed = Scope().select(by_name)
+    scoped = {n for n in routed if not _ignored(n, ignore or Ignore(), hf_names)}
     state = FakeQAT(config, group)
     for name, module in model.named_modules(remove_duplicate=False):
         own = [p for p, value in module.named_parameters(recurse=False) if value is not None]
@@ -214,8 +215,8 @@ def install(
     missed = sorted(scoped - set(state.names))
     if missed:
         raise QuantConfigError(f"routed-expert weights in modules that cannot be wrapped: {', '.join(missed[:5])}")
-    if not state.hooks and not allow_empty:
-        raise QuantConfigError("fake quantisation is on but the model has no routed-expert weight in scope")
+    if not routed and not allow_empty:
+        raise QuantConfigError("fake quantisation is on but the model has no routed-expert weight")
     for hook in state.hooks:
         _wrap(state, hook)
     object.__setattr__(model, _STATE, state)

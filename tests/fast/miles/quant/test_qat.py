@@ -129,6 +129,37 @@ def test_names_found_equal_the_scope_and_ignored_ones_are_left_out() -> None:
     assert sorted(state.names) == [f"mlp.experts.1.{p}_proj.weight" for p in ("down", "gate", "up")]
 
 
+def test_the_ignore_list_speaks_of_hugging_face_names() -> None:
+    model = Model()
+    names = {n: (n.replace("mlp.", "model.layers.7.mlp."),) for n, _ in model.named_parameters()}
+    qat_state = qat.install(
+        model, CONFIG, ignore=Ignore(("model.layers.7.mlp.experts.0.",)), hf_names=names.__getitem__
+    )
+    assert all(name.startswith("mlp.experts.1.") for name in qat_state.names)
+    assert len(qat_state.names) == 3
+
+
+def test_half_of_a_fused_weight_cannot_be_ignored() -> None:
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.ModuleDict({"gate_up_proj": nn.Linear(32, 96, bias=False)})])})
+    halves = ("experts.0.gate_proj.weight", "experts.0.up_proj.weight")
+    with pytest.raises(QuantConfigError, match=r"keeps experts\.0\.up_proj\.weight but not the other half"):
+        qat.install(model, CONFIG, ignore=Ignore((halves[1],)), hf_names=lambda name: halves)
+
+
+def test_options_that_name_nothing_or_everything_are_refused() -> None:
+    names = [f"model.layers.{i}.mlp.experts.0.{h}_proj.weight" for i in range(2) for h in ("gate", "up", "down")]
+    config = {"num_hidden_layers": 2}
+    assert NVFP4Options(bf16_first_layers=1).scope(names, config).select(names) == names[3:]
+    for options, text in (
+        ({"ignore": ("model.layers.0",)}, r"'model\.layers\.0' matches no weight of the model"),
+        ({"ignore": (names[0],)}, r"half is missing: .*gate_proj"),
+        ({"ignore": ("model.",)}, "no routed expert is left to quantise"),
+        ({"bf16_last_layers": 3}, "do not fit in 2 decoder layers"),
+    ):
+        with pytest.raises(QuantConfigError, match=text):
+            NVFP4Options(**options).scope(names, config)
+
+
 def test_recompute_same_bits() -> None:
     model, x = Model(), torch.randn(3, 32, requires_grad=True)
     qat.install(model, CONFIG)

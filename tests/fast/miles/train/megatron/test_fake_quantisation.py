@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 
-def quantised(toolbox, moe_dir, act, *, recompute=None, **parallel):
+def quantised(toolbox, moe_dir, act, *, recompute=None, nvfp4=None, **parallel):
     """Body of a rank: a backend with NVFP4 fake quantisation on its experts; `act(backend, hook, batch)`."""
 
     def body(rank, world, port):
@@ -14,7 +14,10 @@ def quantised(toolbox, moe_dir, act, *, recompute=None, **parallel):
 
         holder = []
         hook = FakeQATHook(
-            QuantConfig(fake_qat="nvfp4"), environ={}, group=lambda: holder[0].mesh.expert_tp if holder else None
+            QuantConfig(fake_qat="nvfp4", nvfp4=nvfp4),
+            environ={},
+            group=lambda: holder[0].mesh.expert_tp if holder else None,
+            model_dir=moe_dir,
         )
         backend = toolbox.backend(
             moe_dir, rank, world, port, install=hook, announce=holder.append, recompute=recompute, **parallel
@@ -90,3 +93,69 @@ def test_removing_the_hook_stops_the_run(ranks, toolbox, moe_dir):
 
     with pytest.raises(QATHookMissing, match=r"local_experts\.1\.linear_fc1"):
         ranks(quantised(toolbox, moe_dir, sabotage), 1)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2}, {"dp": 2, "ep": 2}], ids=["one", "pp2", "ep2"])
+def test_ignored_layers_and_experts_are_meant_by_their_hugging_face_names(parallel, ranks, toolbox, moe_dir):
+    """Layer 0 stays as it is by its edge, expert 1 by its name, on whichever rank they live."""
+    keep = {"ignore": ("re:.*experts\\.1\\..*",), "bf16_first_layers": 1}
+
+    def names(backend, hook, batch):
+        from miles.models.weightmap import global_name
+
+        chunk = backend.policy.chunks[0]
+        offsets = {"layer_offset": chunk.layer_offset, "expert_offset": chunk.expert_offset}
+        return [global_name(name, **offsets) for name in hook.chunks[0]._miles_fake_qat.names]
+
+    def body(rank, world, port):
+        from miles.quant.config import NVFP4Options
+
+        return quantised(toolbox, moe_dir, names, nvfp4=NVFP4Options(**keep), **parallel)(rank, world, port)
+
+    found = sorted(name for part in ranks(body, 2 if parallel else 1) for name in part)
+    kept = [f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc{n}.weight" for e in (0, 2, 3) for n in (1, 2)]
+    assert found == kept
+
+
+def test_checkpoints_and_exports_carry_the_contract(ranks, toolbox, moe_dir, tmp_path):
+    def save(backend, hook, batch):
+        backend.step(batch)
+        backend.save(tmp_path / "checkpoints", extra={"step": 1})
+        backend.export_hf(tmp_path / "hf")
+
+    from miles.quant import contract
+    from miles.train import checkpoint
+    from miles.train.convert import checkpoint_to_hf, hf_to_checkpoint
+
+    ranks(quantised(toolbox, moe_dir, save), 1)
+    exported = contract.read(tmp_path / "hf")
+    assert (exported.weights, exported.format, len(exported.tensors)) == ("masters", "nvfp4", 2 * 4 * 3)
+    settings = checkpoint.find(tmp_path / "checkpoints").manifest.settings
+    assert settings["quantization_contract"] == exported.model_dump(mode="json")
+    checkpoint_to_hf(tmp_path / "checkpoints", tmp_path / "converted")
+    assert contract.read(tmp_path / "converted") == exported
+    hf_to_checkpoint(tmp_path / "hf", tmp_path / "again")
+    again = checkpoint.find(tmp_path / "again").manifest.settings
+    assert again["quantization_contract"] == settings["quantization_contract"]
+
+
+def test_a_checkpoint_is_not_resumed_with_another_rounding(ranks, toolbox, moe_dir, tmp_path):
+    from miles.quant.config import NVFP4Options
+    from miles.quant.errors import ContractMismatch
+
+    def save(backend, hook, batch):
+        backend.save(tmp_path, extra={"step": 1})
+
+    def resume(backend, hook, batch):
+        return backend.load_checkpoint(tmp_path).step
+
+    ranks(quantised(toolbox, moe_dir, save), 1)
+    assert ranks(quantised(toolbox, moe_dir, resume), 1) == [1]
+    with pytest.raises(ContractMismatch, match=r"resume from .*iter_1: .*decode: expected 'te', found 'stored'"):
+        ranks(quantised(toolbox, moe_dir, resume, nvfp4=NVFP4Options(decode="stored")), 1)
+
+    def plain(rank, world, port):
+        return toolbox.backend(moe_dir, rank, world, port).load_checkpoint(tmp_path)
+
+    with pytest.raises(ContractMismatch, match="was trained with fake quantisation, this run is without"):
+        ranks(plain, 1)
