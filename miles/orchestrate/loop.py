@@ -6,6 +6,7 @@ step depends on is in the checkpoint (weights, optimizer, prompt cursor), so a r
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +91,9 @@ class TrainingLoop:
         batch, version = prepared.steps[0], self.version + 1
         bundle = Bundle(self.folder.replay, step) if step in recipe.run.replay_steps else None
         arguments = [(batch.for_rank(dp_rank), version, bundle) for dp_rank in self.fleet.dp_ranks]
-        result = (await self.fleet.on_workers("advance", arguments))[0]
+        more = self.source.ahead(version) if step + 1 < recipe.run.steps else asyncio.sleep(0)
+        results, _ = await asyncio.gather(self.fleet.on_workers("advance", arguments), more)
+        result = results[0]
         if result["metrics"]["train/step_skipped"]:
             await self.source.skipped()
         else:

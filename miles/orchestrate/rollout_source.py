@@ -1,7 +1,7 @@
 """Where a step's samples come from: on-policy batches, or batches that may lag by a bounded number of versions.
 
-Both begin at a version, give the next batch, take note of a new version (or of a step that made none) and say what
-to store so that a resumed run draws the same prompts.
+Both begin at a version, give the next batch, may ask ahead while the next version is trained, take note of a new
+version (or of a step that made none) and say what to store so that a resumed run draws the same prompts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class RolloutSource(Protocol):
 
     async def start(self, version: int) -> None: ...
     async def collect(self, step: int) -> RolloutBatch: ...
+    async def ahead(self, version: int) -> None: ...
     async def advance(self, version: int) -> None: ...
     async def skipped(self) -> None: ...
     async def close(self) -> None: ...
@@ -28,29 +29,41 @@ class RolloutSource(Protocol):
 
 
 class OnPolicy:
-    """Step k's samples come from the weights that step k trains, token for token."""
+    """Step k's samples come from the weights that step k trains, token for token.
+
+    The requests of step k + 1 are made and sent while step k trains; the engine starts them with the new weights.
+    """
 
     def __init__(self, recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer) -> None:
         self._prompts, self._version = prompts, 0
+        # Where the stream stood before prompts were drawn ahead: what a checkpoint must hold.
+        self._cursor: dict[str, Any] | None = None
         self._rollout = SyncRollout(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed)
 
     async def start(self, version: int) -> None:
         self._version = version
 
     async def collect(self, step: int) -> RolloutBatch:
-        return await self._rollout.collect(step, weight_version=self._version)
+        batch = await self._rollout.collect(step, weight_version=self._version)
+        self._cursor = None
+        return batch
+
+    async def ahead(self, version: int) -> None:
+        cursor = self._prompts.state()
+        if await self._rollout.ask_early(version):
+            self._cursor = cursor
 
     async def advance(self, version: int) -> None:
         self._version = version
 
     async def skipped(self) -> None:
-        return
+        await self._rollout.ask_again()
 
     async def close(self) -> None:
-        self._rollout.close()
+        await self._rollout.close()
 
     def state(self) -> dict[str, Any]:
-        return {"prompts": self._prompts.state()}
+        return {"prompts": self._prompts.state() if self._cursor is None else self._cursor}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._prompts.restore(state["prompts"])
@@ -67,6 +80,9 @@ class BoundedStaleness:
 
     async def collect(self, step: int) -> RolloutBatch:
         return await self._rollout.collect(step)
+
+    async def ahead(self, version: int) -> None:
+        """Nothing: what the bound allows is on its way already."""
 
     async def advance(self, version: int) -> None:
         await self._rollout.advance(version)

@@ -87,7 +87,11 @@ class _Session:
         self.progress.stage("starting trainer and engine")
         async with running_fleet(recipe, self.model_dir, folder.checkpoints, folder.logs) as fleet:
             prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
-            engines = EnginePool(fleet.engine_urls, timeout_s=recipe.rollout.request_timeout_s)
+            engines = EnginePool(
+                fleet.engine_urls,
+                timeout_s=recipe.rollout.request_timeout_s,
+                version_wait_s=recipe.run.timeout_s,
+            )
             source = open_source(recipe, engines, prompts, self.tokenizer)
             first_step, version = self._resume(fleet, source)
             rows = rewind(folder.metrics, first_dropped_step=first_step)
@@ -163,7 +167,7 @@ class _Session:
         try:
             batch = await rollout.evaluate(prompts.held_out(count))
         finally:
-            rollout.close()
+            await rollout.close()
         solved = sum(sample.reward is not None and sample.reward >= 1.0 for sample in batch.samples)
         return {"eval/reward_mean": accuracy(batch.samples), "eval/solved_frac": solved / len(batch.samples)}
 

@@ -23,6 +23,8 @@ MAX_BATCH = 1024
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0
 
+_Key = tuple[int, bool, str | None, int]
+
 # Routes by which a stock build without a capability list shows what it offers.
 _ROUTE_CAPABILITIES = {
     "/generate": ("generate", "batch_generate"),
@@ -65,22 +67,25 @@ class _Call:
     future: asyncio.Future[list[GenerateResult]]
 
     @property
-    def key(self) -> tuple[int, bool, str | None]:
+    def key(self) -> _Key:
         first = self.requests[0]
-        return first.batch_key, first.return_sampling_mask, first.lora_path
+        return first.batch_key, first.return_sampling_mask, first.lora_path, first.min_weight_version
 
 
 class EngineClient:
     """One engine. Use as `async with`, inside one event loop.
 
     `vocab_size`: for engines that do not report theirs; ids of replies are checked against it. `timeout_s` bounds
-    one generate call from send to reply.
+    one generate call from send to reply, with `version_wait_s` on top where the engine holds it for a weight version.
     """
 
-    def __init__(self, url: str, *, vocab_size: int | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, url: str, *, vocab_size: int | None = None, timeout_s: float = 600.0, version_wait_s: float = 3600.0
+    ) -> None:
         self.url = url.rstrip("/")
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
+        self._version_wait_s = version_wait_s
         self._session: aiohttp.ClientSession | None = None
         self._info: EngineInfo | None = None
         self._pending: list[_Call] = []
@@ -137,6 +142,8 @@ class EngineClient:
             info.require("sampling_mask")
         if first.lora_path is not None:
             info.require("lora")
+        if first.min_weight_version:
+            info.require("min_weight_version")
         loop = asyncio.get_running_loop()
         call = _Call(requests, loop.create_future())
         if not self._pending:
@@ -181,7 +188,7 @@ class EngineClient:
 
     def _send_pending(self) -> None:
         """One task for each HTTP call: equal key and flags, about MAX_BATCH sequences."""
-        batches: dict[tuple[int, bool, str | None], list[_Call]] = {}
+        batches: dict[_Key, list[_Call]] = {}
         for call in self._pending:
             if not call.future.cancelled():
                 batches.setdefault(call.key, []).append(call)
@@ -206,7 +213,8 @@ class EngineClient:
     async def _send(self, calls: list[_Call]) -> None:
         requests = [request for call in calls for request in call.requests]
         try:
-            replies = await self._json("POST", "/generate", batch_body(requests), timeout_s=self._timeout_s)
+            timeout_s = self._timeout_s + (self._version_wait_s if requests[0].min_weight_version else 0.0)
+            replies = await self._json("POST", "/generate", batch_body(requests), timeout_s=timeout_s)
             assert self._vocab_size is not None
             results = read_replies(replies, requests, vocab_size=self._vocab_size, engine=self.url)
         except Exception as error:

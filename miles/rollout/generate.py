@@ -1,7 +1,8 @@
 """From a pending `Sample` to a finished one: what asks the engine. Rewards come later.
 
 `GenerateFn(ctx, sample, sampling) -> Sample | list[Sample]` is the seam for multi-turn and agent rollouts. A function
-may carry a `group` attribute, `(ctx, samples, sampling) -> list[Sample]`, that does a whole group in one await.
+may carry a `group` attribute, `(ctx, samples, sampling) -> list[Sample]`, that does a whole group in one await, and
+`waits_for_version = True` when it passes `ctx.min_weight_version` on, so that its requests may be sent early.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class GenerateContext:
     config: RolloutConfig
     max_context: int
     seeds: dict[str, int]  # sample_id -> sampling seed
+    min_weight_version: int = 0  # to be passed on with every request
 
     def sampling(self) -> SamplingParams:
         c = self.config
@@ -107,6 +109,7 @@ async def single_turn_group(ctx: GenerateContext, samples: Sequence[Sample], sam
                 rid=sample.sample_id,
                 return_sampling_mask=ctx.config.needs_sampling_mask,
                 batch_key=0 if short else sample.group_id + 1,
+                min_weight_version=ctx.min_weight_version,
             )
         )
     results = iter(await ctx.client.generate_many(requests) if requests else [])
@@ -118,6 +121,7 @@ async def single_turn_group(ctx: GenerateContext, samples: Sequence[Sample], sam
 
 
 single_turn.group = single_turn_group  # type: ignore[attr-defined]
+single_turn.waits_for_version = True  # type: ignore[attr-defined]
 
 
 def _no_log_probs(sample: Sample) -> np.ndarray:

@@ -75,7 +75,13 @@ class GroupRunner:
     def close(self) -> None:
         self.rewards.close()
 
-    async def run(self, prompt: Prompt, *, attempt: int = 0) -> list[Sample]:
+    async def may_ask_early(self) -> bool:
+        """Whether requests can wait in the engine for a weight version that it does not serve yet."""
+        if not getattr(self._generate, "waits_for_version", False):
+            return False
+        return "min_weight_version" in (await self.engine.info()).capabilities
+
+    async def run(self, prompt: Prompt, *, attempt: int = 0, min_weight_version: int = 0) -> list[Sample]:
         """The group's samples, generated and judged. `attempt` > 0 draws anew, with other seeds."""
         config = self.config
         limit = (await self.engine.info()).context_length
@@ -85,6 +91,7 @@ class GroupRunner:
             config=config,
             max_context=min(bounds) if bounds else len(prompt.input_ids) + config.max_new_tokens,
             seeds=group_seeds(prompt, config, run_seed=self._run_seed, attempt=attempt),
+            min_weight_version=min_weight_version,
         )
         samples = await self._generated(ctx, pending_group(prompt, config))
         if config.partial:
@@ -92,9 +99,9 @@ class GroupRunner:
         await self.rewards.judge(RewardContext(prompt, self._prompts.score, config.reward.options), samples)
         return samples
 
-    async def run_all(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+    async def run_all(self, prompts: Sequence[Prompt], *, min_weight_version: int = 0) -> list[list[Sample]]:
         """All groups at once, results in the order of the prompts. The first error cancels the others."""
-        tasks = [asyncio.ensure_future(self.run(prompt)) for prompt in prompts]
+        tasks = [asyncio.ensure_future(self.run(prompt, min_weight_version=min_weight_version)) for prompt in prompts]
         try:
             return list(await asyncio.gather(*tasks))
         finally:

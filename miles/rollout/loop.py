@@ -1,15 +1,18 @@
 """`SyncRollout`: the samples of one training step, on policy, the same for the same seeds whatever the timing.
 
 Groups are asked for in waves. The verdict on each group depends on the group alone and groups are taken in the order
-of their prompts, so which ones are trained on does not depend on who finished first. The asynchronous form is
-`AsyncRollout`.
+of their prompts, so which ones are trained on does not depend on who finished first. The first wave may be sent while
+the weights that it is for are still being trained: the engine holds it back until it serves them. The asynchronous
+form is `AsyncRollout`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from miles.config import ConfigError
 from miles.data.prompts import Prompt
@@ -51,9 +54,29 @@ class SyncRollout:
             config, client, prompts, decoder, run_seed=run_seed, generate=generate, reward=reward
         )
         self._filters = FilterChain(config.filters, starvation_limit=config.starvation_limit)
+        self._early: _Wave | None = None
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Requests on their way are aborted."""
+        if self._early is not None:
+            await self._early.cancel()
         self._runner.close()
+
+    async def ask_early(self, weight_version: int) -> bool:
+        """Send the first wave of the next `collect` now, to be started by the engine once it serves `weight_version`.
+
+        False, and nothing was drawn or sent, where the engine or the generate function cannot wait for a version.
+        """
+        if not await self._runner.may_ask_early():
+            return False
+        self._early = self._wave(self._config.batch_groups, weight_version)
+        return True
+
+    async def ask_again(self) -> None:
+        """The version that `ask_early` named does not come: the same prompts, of whatever is served."""
+        if self._early is not None:
+            await self._early.cancel()
+            self._early = self._send(self._early.prompts, 0)
 
     async def collect(self, step: int, *, weight_version: int | None = None) -> RolloutBatch:
         """`batch_groups` accepted groups. With `weight_version`, tokens of any other version are an error."""
@@ -63,10 +86,9 @@ class SyncRollout:
         refused: list[Sample] = []
         waves = surplus = 0
         while len(accepted) < wanted:
-            missing = wanted - len(accepted)
-            prompts = self._prompts.next_groups(math.ceil(missing * self._config.over_sampling))
+            wave, self._early = self._early or self._wave(wanted - len(accepted), 0), None
             waves += 1
-            for group in await self._runner.run_all(prompts):
+            for group in await wave.groups():
                 if len(accepted) == wanted:
                     surplus += 1
                 elif self._filters.judge(group).keep:
@@ -84,12 +106,39 @@ class SyncRollout:
         metrics["time/rollout"] = time.perf_counter() - started
         return RolloutBatch(samples, metrics, _version_of(samples))
 
+    def _wave(self, missing: int, min_weight_version: int) -> _Wave:
+        """Draw prompts for `missing` groups and ask for them."""
+        return self._send(
+            self._prompts.next_groups(math.ceil(missing * self._config.over_sampling)), min_weight_version
+        )
+
+    def _send(self, prompts: Sequence[Prompt], min_weight_version: int) -> _Wave:
+        return _Wave(
+            prompts, asyncio.ensure_future(self._runner.run_all(prompts, min_weight_version=min_weight_version))
+        )
+
     async def evaluate(self, prompts: Sequence[Prompt]) -> RolloutBatch:
         """Groups for given prompts, unfiltered, in order."""
         groups = await self._runner.run_all(prompts)
         samples = [sample for group in groups for sample in group]
         metrics = {k.replace("rollout/", "eval/", 1): v for k, v in rollout_metrics(groups, []).items()}
         return RolloutBatch(samples, metrics, _version_of(samples))
+
+
+@dataclass(frozen=True)
+class _Wave:
+    """Prompts and the task that generates their groups."""
+
+    prompts: Sequence[Prompt]
+    task: asyncio.Task[list[list[Sample]]]
+
+    async def groups(self) -> list[list[Sample]]:
+        """Cancelling the caller aborts the requests."""
+        return await self.task
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
 
 
 def _check_versions(samples: Sequence[Sample], wanted: int, engine: str) -> None:

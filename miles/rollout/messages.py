@@ -47,7 +47,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sequence. `input_ids` int64 [P]; requests of equal `batch_key` may share one HTTP call."""
+    """One sequence. `input_ids` int64 [P]; requests of equal `batch_key` may share one HTTP call.
+
+    With `min_weight_version` above 0 the engine holds the request until it serves that version.
+    """
 
     input_ids: np.ndarray
     sampling: SamplingParams
@@ -56,6 +59,7 @@ class GenerateRequest:
     return_sampling_mask: bool = False
     lora_path: str | None = None
     batch_key: int = 0
+    min_weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ def batch_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
         body["return_sampling_mask"] = True
     if first.lora_path is not None:
         body["lora_path"] = first.lora_path
+    if first.min_weight_version:
+        body["min_weight_version"] = first.min_weight_version
     return body
 
 

@@ -16,10 +16,19 @@ from miles.rollout.messages import GenerateRequest, GenerateResult
 class EnginePool:
     """Same methods as `EngineClient` where a rollout needs them. Use as `async with`."""
 
-    def __init__(self, urls: Sequence[str], *, vocab_size: int | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        vocab_size: int | None = None,
+        timeout_s: float = 600.0,
+        version_wait_s: float = 3600.0,
+    ) -> None:
         if not urls:
             raise EngineError("no engine: EnginePool needs at least one url")
-        self.clients = [EngineClient(url, vocab_size=vocab_size, timeout_s=timeout_s) for url in urls]
+        self.clients = [
+            EngineClient(url, vocab_size=vocab_size, timeout_s=timeout_s, version_wait_s=version_wait_s) for url in urls
+        ]
         self.url = ", ".join(client.url for client in self.clients)
         self._inflight = [0] * len(self.clients)
         self._info: EngineInfo | None = None

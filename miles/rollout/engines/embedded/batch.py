@@ -8,7 +8,7 @@ are computed once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,8 @@ class Batch:
         self.cache: KVCache | None = self._new_cache()
         self.slots = Slots(max_running)
         self.waiting: deque[EngineRequest] = deque()
+        # Requests for a weight version that has not come yet, in order of arrival.
+        self.early: list[EngineRequest] = []
         self.prefills: deque[_Prefill] = deque()
         self.active = np.empty(0, dtype=np.int64)
         self.tokens_generated = 0
@@ -63,6 +65,11 @@ class Batch:
     @property
     def has_work(self) -> bool:
         return bool(self.cache is not None and (self.waiting or self.prefills or len(self.active)))
+
+    def add(self, requests: Iterable[EngineRequest]) -> None:
+        """Queue requests; one for a later weight version waits until `change_version` brings it."""
+        for request in requests:
+            (self.waiting if request.min_version <= self.version else self.early).append(request)
 
     def step(self) -> None:
         """Start what fits, then one prefill pass and one decode pass."""
@@ -114,8 +121,9 @@ class Batch:
             ended.append(request)
         if stopped:
             self.active = self.active[~np.isin(self.active, stopped)]
-        ended += [r for r in self.waiting if matches(r)]
+        ended += [r for r in (*self.waiting, *self.early) if matches(r)]
         self.waiting = deque(r for r in self.waiting if not matches(r))
+        self.early = [r for r in self.early if not matches(r)]
         for request in ended:
             request.settle(refusal or self._output(request, finish))
         return len(ended)
@@ -129,6 +137,8 @@ class Batch:
         for request in self.waiting:
             self._close_span(request, len(request.carried_tokens))
         self.version = version
+        due, self.early = self.early, []
+        self.add(due)
 
     def drop_cache(self) -> None:
         self.pool.invalidate()

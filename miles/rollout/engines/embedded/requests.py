@@ -15,7 +15,7 @@ import numpy as np
 
 _BODY_KEYS = frozenset({
     "input_ids", "sampling_params", "return_logprob", "rid", "return_sampling_mask", "stream", "logprob_start_len",
-    "top_logprobs_num", "return_routed_experts", "lora_path", "return_text_in_logprobs",
+    "top_logprobs_num", "return_routed_experts", "lora_path", "return_text_in_logprobs", "min_weight_version",
 })  # fmt: skip
 _PARAM_KEYS = frozenset({
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "sampling_seed",
@@ -85,13 +85,17 @@ class Sampling:
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """One sequence to generate. `carried_*` hold what was produced before a retraction."""
+    """One sequence to generate. `carried_*` hold what was produced before a retraction.
+
+    It is not started before the engine serves weight version `min_version`.
+    """
 
     rid: str
     input_ids: np.ndarray  # int64 [P]
     sampling: Sampling
     seed: int
     want_support: bool
+    min_version: int = 0
     job: Job | None = None
     index: int = 0
     cached_tokens: int = 0
@@ -131,6 +135,7 @@ def parse_generate(body: Any, limits: Limits) -> tuple[list[EngineRequest], bool
     params = _spread(body.get("sampling_params") or {}, count, "sampling_params", dict)
     rids = _spread_rids(body.get("rid"), count)
     want = _spread(body.get("return_sampling_mask") or False, count, "return_sampling_mask", bool)
+    min_version = _integer(body, "min_weight_version", 0, 0, (1 << 63) - 1, where="body")
     requests = []
     last: dict[str, Any] | None = None
     for i in range(count):
@@ -143,7 +148,7 @@ def parse_generate(body: Any, limits: Limits) -> tuple[list[EngineRequest], bool
         if given != last:
             last, sampling = given, _sampling(given, limits)
         _check_room(len(prompts[i]), sampling.max_new, limits)
-        requests.append(EngineRequest(rids[i], prompts[i], sampling, seed, want[i]))
+        requests.append(EngineRequest(rids[i], prompts[i], sampling, seed, want[i], min_version))
     return requests, batched
 
 
@@ -212,12 +217,14 @@ def _number(params: Mapping[str, Any], key: str, default: float, lo: float, hi: 
     return value
 
 
-def _integer(params: Mapping[str, Any], key: str, default: int, lo: int, hi: int) -> int:
+def _integer(
+    params: Mapping[str, Any], key: str, default: int, lo: int, hi: int, *, where: str = "sampling_params"
+) -> int:
     value = params.get(key)
     if value is None:
         return default
     if type(value) is not int or not lo <= value <= hi:
-        raise BadRequest(f"sampling_params.{key}: {value!r} is not an integer from {lo} to {hi}")
+        raise BadRequest(f"{where}.{key}: {value!r} is not an integer from {lo} to {hi}")
     return value
 
 

@@ -78,6 +78,7 @@ class Scheduler:
         return {
             "running": batch.running,
             "waiting": len(batch.waiting),
+            "early": len(batch.early),
             "tokens_generated": batch.tokens_generated,
             "cached_tokens": batch.pool.cached_tokens,
         }
@@ -136,26 +137,29 @@ class Scheduler:
         return not self.paused and not self.failure and self.gate.get().state == "serving" and self._batch.has_work
 
     def _enqueue(self, job: Job) -> None:
-        refusal = self._refusal()
+        early = any(request.min_version > self._batch.version for request in job.requests)
+        refusal = self._refusal(early)
         if refusal is None:
-            self._batch.waiting.extend(job.requests)
+            self._batch.add(job.requests)
             return
         for request in job.requests:
             request.settle(refusal)
 
-    def _refusal(self) -> Refusal | None:
+    def _refusal(self, early: bool = False) -> Refusal | None:
         if self.failure:
             return Refusal(500, "engine_failed", self.failure)
         state = self.gate.get()
-        # A request that arrives while paused waits; the update may well be complete when it is served.
-        if state.refusal is None or (state.state == "updating" and self.paused):
+        # A request that arrives while paused, or that is for a later version, waits for the update's end.
+        if state.refusal is None or (state.state == "updating" and (self.paused or early)):
             return None
         return Refusal(503, *state.refusal)
 
     def _pause(self, mode: PauseMode) -> None:
         # Idempotent: what arrived during a pause keeps waiting when the pause is asked for again.
         if mode == "abort" and (not self.paused or self._batch.running):
-            self._batch.end_where(lambda r: True, "paused with mode abort")
+            # What waits for a later weight version was not to be computed now.
+            version = self._batch.version
+            self._batch.end_where(lambda r: r.min_version <= version, "paused with mode abort")
         elif mode == "retract":
             self._batch.retract()
         self.paused = True

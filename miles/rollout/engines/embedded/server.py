@@ -28,6 +28,7 @@ from miles.rollout.engines.embedded.weight_routes import WeightService, register
 CAPABILITIES = (
     "generate", "batch_generate", "seeded_sampling", "sampling_mask", "prefix_cache", "pause", "abort_request",
     "begin_end_weight_update", "update_weights_from_tensor", "parameter_table", "release_memory",
+    "min_weight_version",
 )  # fmt: skip
 HEALTH_TIMEOUT_S = 10.0
 COMMAND_TIMEOUT_S = 60.0

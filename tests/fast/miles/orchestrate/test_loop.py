@@ -54,6 +54,9 @@ class FakeSource:
         self.events.append(("collect", step))
         return SimpleNamespace(samples=[SimpleNamespace(response_length=4)], metrics={"rollout/reward_mean": 0.5})
 
+    async def ahead(self, version: int) -> None:
+        self.events.append(("ahead", version))
+
     async def advance(self, version: int) -> None:
         self.events.append(("advance-source", version))
 
@@ -96,10 +99,16 @@ def test_each_step_trains_the_next_version_and_every_rank_gets_its_own_batch(mak
         ("start", 0),
         ("collect", 0),
         ("advance", 1, ["batch of rank 0", "batch of rank 1"]),
+        ("ahead", 1),
         ("advance-source", 1),
-        ("row", 0, 1),
     ]
     assert names(events, "row") == [("row", 0, 1), ("row", 1, 2)]
+
+
+def test_the_next_requests_are_sent_while_a_step_trains_except_in_the_last_one(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, steps=3, checkpoint_every=10).run(0))
+    assert names(events, "ahead") == [("ahead", 1), ("ahead", 2)]
 
 
 def test_checkpoints_come_at_their_steps_and_at_the_end_with_rows_durable_before(make_loop) -> None:

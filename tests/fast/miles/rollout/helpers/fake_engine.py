@@ -21,21 +21,31 @@ class FakeEngine:
         delay: Callable[[GenerateRequest], float] | None = None,
         finish: Callable[[GenerateRequest], tuple[str, int]] | None = None,
         context_length: int = 64,
+        holds_requests: bool = False,
     ) -> None:
         self.version = version
         self.requests: list[GenerateRequest] = []
         self._delay = delay
         self._finish = finish or (lambda r: ("stop", min(3, r.sampling.max_new_tokens)))
         self._context = context_length
+        self._capabilities = frozenset({"sampling_mask"} | ({"min_weight_version"} if holds_requests else set()))
+        self._changed = asyncio.Condition()
+
+    async def serve(self, version: int) -> None:
+        async with self._changed:
+            self.version = version
+            self._changed.notify_all()
 
     async def info(self) -> EngineInfo:
-        return EngineInfo("fake", "fake", "1", frozenset({"sampling_mask"}), self._context, 16)
+        return EngineInfo("fake", "fake", "1", self._capabilities, self._context, 16)
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         return list(await asyncio.gather(*(self._one(r) for r in requests)))
 
     async def _one(self, request: GenerateRequest) -> GenerateResult:
         self.requests.append(request)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.version >= request.min_weight_version)
         version = self.version
         if self._delay is not None:
             await asyncio.sleep(self._delay(request))
