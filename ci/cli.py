@@ -11,6 +11,7 @@ Errors derived from `CiError` end the program with their text and exit code, wit
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ PROGRAM = "miles-ci"
 
 # name -> (module, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("ci.commands.init", "write a first registry.yaml into a repository that has none"),
     "lint": ("ci.commands.lint", "check registry.yaml, every declaration and the committed generated files"),
     "list": ("ci.commands.list", "show suites with their tests, estimates and machines"),
     "plan": ("ci.commands.plan", "select tests and divide them into shards"),
@@ -39,6 +41,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+# A path that is wrong is the caller's; these are not.
+_MACHINE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -46,12 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return ExitCode.OK if arguments else ExitCode.CONFIG
     if arguments[0] in ("-V", "--version"):
-        from importlib.metadata import PackageNotFoundError, version
+        from ci import __version__
 
-        try:
-            print(f"{PROGRAM} {version('miles-rl')}")
-        except PackageNotFoundError:
-            print(f"{PROGRAM} (not installed)")
+        print(f"{PROGRAM} {__version__}")
         return ExitCode.OK
     name = arguments[0]
     if name not in COMMANDS:
@@ -68,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.OK
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
+    except OSError as error:
+        # A full disk, a folder that cannot be written: the machine or the path, never a reason for a traceback.
+        print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
+        return ExitCode.INFRA if error.errno in _MACHINE else ExitCode.CONFIG
 
 
 def _dispatch(name: str, arguments: Sequence[str]) -> int:

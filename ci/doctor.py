@@ -72,7 +72,7 @@ def examine(fleet: Fleet, *, check_health: bool = True) -> Machine:
             model = model_of(fleet, backend, device.name)
             found.append(DeviceReport(backend, device.index, device.name, model, device.total_mib, device.bus_id))
         if not devices:
-            drivers[backend] = "answers, no device visible"
+            drivers[backend] = "no device found"
         elif check_health:
             result = check(devices, backend)
             drivers[backend] = str(result.driver_version) if result.driver_version else "present"

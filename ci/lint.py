@@ -7,10 +7,13 @@ by `ci.workflows.lint`, which the command adds with `--workflows`.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 
+from ci.declare.tree import TESTS
 from ci.errors import Diagnostic, UsageError
 from ci.fleet.load import read_fleet
 from ci.fleet.schema import SCHEMA_PATH, schema_findings, schema_text
@@ -49,6 +52,7 @@ def lint(space: Workspace, *, base: str | None = None) -> LintReport:
             files, declarations = len(space.scan.files), len(catalog.registrations)
             findings.extend(catalog.errors)
             findings.extend(catalog.findings)
+            findings.extend(_links(space))
     else:
         # Declarations that need no fleet are still checked, so that one report has everything.
         findings.extend(space.scan.errors)
@@ -79,6 +83,18 @@ def _schema(space: Workspace, not_run: list[str]) -> Iterator[Diagnostic]:
             if not space.reading.errors:
                 # With errors of the model the schema would only repeat them in other words.
                 yield Diagnostic(space.shown_registry, line, column, "schema", f"{dotted}: {message}")
+
+
+def _links(space: Workspace) -> Iterator[Diagnostic]:
+    """Links are not followed, so that no file counts twice; a test behind one must not be missed unnoticed."""
+    for folder, folders, names in os.walk(space.root / TESTS):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "helpers")
+        for name in [*folders, *sorted(names)]:
+            path = Path(folder, name)
+            if path.is_symlink() and (path.is_dir() or (name.startswith("test_") and name.endswith(".py"))):
+                message = "a symbolic link is not followed: what lies behind it runs under its own path only, or never"
+                where = path.relative_to(space.root).as_posix()
+                yield Diagnostic(where, 1, 1, "symbolic-link", message, "warning")
 
 
 def _passed_at_introduction(space: Workspace, base: str, today: date) -> Iterator[Diagnostic]:

@@ -39,7 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--shard") and not config.getoption("--suite"):
         raise pytest.UsageError("--shard I/N needs --suite ID: only a suite is divided into shards")
-    config.pluginmanager.register(RegistryPlugin(config), "miles-ci-registry")
+    plugin = RegistryPlugin(config)
+    if config.getoption("--suite"):
+        # A wrong name is one error at the start, not one for each folder.
+        plugin.assigned()
+    config.pluginmanager.register(plugin, "miles-ci-registry")
 
 
 @dataclass
@@ -71,12 +75,12 @@ class RegistryPlugin:
         path = self._relative(collection_path)
         if not Path(path).name.startswith("test_"):
             return None
-        return True if path not in self._assigned().units else None
+        return True if path not in self.assigned().units else None
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         if not self._config.getoption("--suite"):
             return
-        chosen = self._assigned()
+        chosen = self.assigned()
         kept = [item for item in items if self._keeps(chosen, item.nodeid)]
         if len(kept) != len(items):
             kept_ids = {id(item) for item in kept}
@@ -112,7 +116,7 @@ class RegistryPlugin:
             self._space = Workspace.find(str(self._root))
         return self._space
 
-    def _assigned(self) -> _Assignment:
+    def assigned(self) -> _Assignment:
         if self._assignment is None:
             from ci.errors import CiError
 

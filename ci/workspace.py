@@ -51,7 +51,7 @@ class Workspace:
         try:
             source = self.registry.read_bytes()
         except OSError as error:
-            hint = "run from the repository root, or name it with --root or --registry"
+            hint = "run from the repository, name it with --root or --registry, or start one with `miles-ci init`"
             raise UsageError(f"{self.registry}: the registry cannot be read ({error.strerror}); {hint}") from error
         return read_fleet(source, self.shown_registry, today=self.today)
 

@@ -9,6 +9,7 @@ miles-ci report results --form html --out card.html     both cards as a page, fo
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", type=Path, help="plan.json: adds dark tests and skipped suites")
     parser.add_argument("--form", choices=("text", "pr", "summary", "lark", "html"), default="text")
     parser.add_argument("--title", default="Local results")
-    parser.add_argument("--url", default="https://github.com/miles-rl/miles/actions", help="link of the run")
+    parser.add_argument("--url", default=_this_run(), help="link of the run (default: this workflow run)")
     parser.add_argument("--out", type=Path, help="write here instead of to the terminal")
 
 
@@ -82,6 +83,12 @@ def _card(args: argparse.Namespace):
     )
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Card(args.title, "regular", when, args.url, "success" if report.ok else "failure", report, jobs)
+
+
+def _this_run() -> str:
+    server = os.environ.get("GITHUB_SERVER_URL", "https://github.com")
+    repository, run = os.environ.get("GITHUB_REPOSITORY"), os.environ.get("GITHUB_RUN_ID")
+    return f"{server}/{repository}/actions/runs/{run}" if repository and run else server
 
 
 def _text(card) -> str:

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="repeat failed tests up to K times afterwards, to tell flaky from broken (default: 3 in nightly runs, else 0)",
     )
-    parser.add_argument("--quiet", action="store_true", help="show the logs of failing tests only")
+    parser.add_argument("--quiet", action="store_true", help="GPU suites: show the logs of failing tests only")
     add_selection(parser)
 
 

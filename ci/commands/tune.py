@@ -1,7 +1,7 @@
 """Learn durations and keep estimates true.
 
 miles-ci tune --history sqlite:/var/lib/miles-ci/history.db     update ci/durations.json from the store
-miles-ci tune --results results/*/results.json                  the same from result files
+miles-ci tune --results results artifacts/*                     the same from result files, or folders that hold them
 miles-ci tune --report                                          how far declared estimates are off
 miles-ci tune --source                                          rewrite est_time where it is off by > 1.5
 """
@@ -9,6 +9,7 @@ miles-ci tune --source                                          rewrite est_time
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,12 +29,15 @@ from ci.plan.tune import (
     prune,
     rewrites,
 )
+from ci.report.results import find_results
 from ci.workspace import Workspace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workspace(parser)
-    parser.add_argument("--results", nargs="+", metavar="FILE", default=[], help="results.json files to learn from")
+    parser.add_argument(
+        "--results", nargs="+", metavar="PLACE", default=[], help="results.json files, or folders, to learn from"
+    )
     parser.add_argument("--history", metavar="URL", help="history store to learn from (default: MILES_CI_HISTORY_URL)")
     parser.add_argument("--report", action="store_true", help="print drift and placeholder estimates; changes nothing")
     parser.add_argument("--source", action="store_true", help="rewrite est_time literals in the test files")
@@ -49,7 +53,14 @@ def main(args: argparse.Namespace) -> int:
         )
     table = space.durations
     if args.results or address:
-        table = _learn(space, table, args.results, address)
+        table, observed = _learn(space, table, args.results, address)
+        said = f"{TABLE}: {len(table.entries)} entries, {observed} of them observed now"
+        if args.format == "text":
+            print(said)
+        elif not (args.report or args.source):
+            print_json({"table": TABLE, "entries": len(table.entries), "observed": observed})
+        else:
+            print(said, file=sys.stderr)
     if args.source:
         _rewrite(space, table, args.format)
     elif args.report:
@@ -57,9 +68,13 @@ def main(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _learn(space: Workspace, table: Durations, results: list[str], address: str | None) -> Durations:
+def _learn(space: Workspace, table: Durations, results: list[str], address: str | None) -> tuple[Durations, int]:
+    """Write the table; returns it and how many of its entries were observed now."""
     now = time.time()
-    found: dict[Key, Learned] = learn(observations_of_results([Path(name) for name in results]), now)
+    files = find_results(Path(name) for name in results)
+    if results and not files:
+        raise UsageError(f"--results {' '.join(results)}: no results.json there")
+    found: dict[Key, Learned] = learn(observations_of_results(files), now)
     if address:
         from ci.history.store import open_store
 
@@ -77,8 +92,7 @@ def _learn(space: Workspace, table: Durations, results: list[str], address: str 
         }
     merged = prune(merge(table, found), space.catalog)
     merged.save(space.root / TABLE)
-    print(f"{TABLE}: {len(merged.entries)} entries, {len(found)} of them observed now")
-    return merged
+    return merged, len(merged.entries.keys() & found.keys())
 
 
 def _rewrite(space: Workspace, table: Durations, form: str) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 from ci.declare.model import Declaration, Exemption, FileScan, GateDeclaration
 from ci.declare.reader import PARSER_VERSION
 from ci.errors import Diagnostic
+from ci.files import write_whole
 
 FILE_NAME = f"scan-{PARSER_VERSION}.json"
 _DECLARATION_FIELDS = tuple(item.name for item in fields(Declaration) if item.name != "path")
@@ -61,16 +60,10 @@ class ScanCache:
         if not self._changed and len(self._used) == len(self._entries):
             return
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=folder, prefix=".scan-")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    json.dump(self._used, stream, separators=(",", ":"))
-                os.replace(name, folder / FILE_NAME)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                raise
+            if not folder.exists():
+                # Ours alone, so git need not be told about it elsewhere.
+                write_whole(folder / ".gitignore", b"# Written by miles-ci: a cache is no part of the repository.\n*\n")
+            write_whole(folder / FILE_NAME, json.dumps(self._used, separators=(",", ":")).encode(), durable=False)
 
 
 def _pack(found: FileScan) -> list[Any]:

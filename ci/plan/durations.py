@@ -7,8 +7,6 @@ runs count. The table is sorted with one line for each test, so that a diff show
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.errors import UsageError
+from ci.files import write_whole
 
 TABLE = "ci/durations.json"
 WINDOW = 20
@@ -127,14 +126,7 @@ class Durations:
 
     def save(self, path: Path) -> None:
         """Write atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".durations-")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(self.text())
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        write_whole(path, self.text().encode())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ci.errors import PlanMismatch, UsageError
+from ci.files import write_whole
 
 SCHEMA = 1
 TEST, DECLARATION_ERROR = "test", "declaration-error"
@@ -155,14 +154,8 @@ class Plan:
 
     def save(self, path: Path) -> None:
         """Write atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".plan-")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(self.as_json(), stream, sort_keys=True, separators=(",", ":"))
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(name, path)
+        text = json.dumps(self.as_json(), sort_keys=True, separators=(",", ":"))
+        write_whole(path, f"{text}\n".encode())
 
     @classmethod
     def load(cls, path: Path, *, digest: str | None = None) -> Plan:

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from ci.declare.model import Declaration
 from ci.errors import UsageError
+from ci.files import write_whole
 from ci.fleet.model import Fleet
 from ci.plan.durations import MIN_OBSERVATIONS, Durations, Key, Learned, Observation
 from ci.select.registrations import Catalog, Registration
@@ -220,16 +219,5 @@ def apply_rewrites(root: Path, changes: Sequence[Rewrite]) -> list[str]:
             if data[start:end].decode(errors="replace") != item.old:
                 raise UsageError(f"{path}:{item.declaration.line}: changed while it was being tuned; run tune again")
             data = data[:start] + item.new.encode() + data[end:]
-        _replace(root / path, data)
+        write_whole(root / path, data, mode=(root / path).stat().st_mode & 0o7777)
     return sorted(by_path)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    mode = path.stat().st_mode & 0o7777
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tune-")
-    with os.fdopen(handle, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.chmod(name, mode)
-    os.replace(name, path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+from ci.files import write_whole
 from ci.run import results
 from ci.run.results import ShardResults, TestResult
 from ci.run.signature import strip_ansi
@@ -72,9 +72,4 @@ def _detail(case: ElementTree.Element, tag: str, message: str, kind: str) -> Non
 
 def write(shard: ShardResults, path: Path) -> None:
     """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        ElementTree.ElementTree(junit(shard)).write(file, encoding="utf-8", xml_declaration=True)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_whole(path, ElementTree.tostring(junit(shard), encoding="utf-8", xml_declaration=True))

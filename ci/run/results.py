@@ -6,13 +6,13 @@ Whoever reads a file finds a whole one: temporary name, fsync, rename. A run tha
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ci.errors import ExitCode, UsageError, combine_exit_codes
+from ci.files import write_whole
 
 SCHEMA = 1
 RESULTS_NAME = "results.json"
@@ -196,14 +196,7 @@ class ShardResults:
 
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, sort_keys=True)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_whole(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
 def read_results(path: Path) -> ShardResults:

@@ -7,13 +7,13 @@ while `replace` occurs `count` times (already applied). Everything else refuses 
 
 from __future__ import annotations
 
-import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ci.errors import CiError, UsageError
+from ci.files import write_whole
 from ci.workflows.model import parse_yaml
 
 FIELDS = {"file", "find", "replace", "count"}
@@ -93,18 +93,8 @@ def replay_edits(repo: Path, edits: list[Edit]) -> list[Replayed]:
             )
     changed = {entry.edit.file for entry in out if entry.status == "applied"}
     for name in sorted(changed):
-        _write(repo / name, texts[name])
+        write_whole(repo / name, texts[name].encode("utf-8"), mode=(repo / name).stat().st_mode & 0o777)
     return out
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.edit")
-    with temporary.open("wb") as file:
-        file.write(text.encode("utf-8"))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.chmod(path.stat().st_mode & 0o777)
-    temporary.replace(path)
 
 
 def mentions(folder: Path, word: str) -> list[str]:

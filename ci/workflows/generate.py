@@ -7,10 +7,10 @@ is drift too: nothing there is edited or added by hand.
 from __future__ import annotations
 
 import difflib
-import os
 from pathlib import Path
 
 from ci.errors import UsageError
+from ci.files import write_whole
 from ci.fleet import Fleet
 from ci.workflows.emit import to_yaml
 from ci.workflows.files import bots, pr_test, reusable, scheduled, service
@@ -26,6 +26,11 @@ def render(fleet: Fleet) -> dict[str, str]:
     watched = ["nightly.yml", "pr-test.yml", "pr-test-rocm.yml", "release.yml", "weekly.yml"]
     documents |= bots.documents(fleet, [documents[name]["name"] for name in watched if name in documents])
     return {(FOLDER / name).as_posix(): to_yaml(documents[name], header=HEADER) for name in sorted(documents)}
+
+
+def _is_ours(path: Path) -> bool:
+    with path.open("rb") as file:
+        return HEADER.encode() in file.read(4096)
 
 
 def refuse_unusable(fleet: Fleet) -> None:
@@ -54,19 +59,22 @@ def drift(fleet: Fleet, root: Path) -> str:
 
 
 def write(fleet: Fleet, root: Path) -> list[str]:
-    """Write what differs (temporary name, fsync, rename), remove unknown files; returns the changed paths."""
+    """Write what differs (temporary name, fsync, rename), remove files of ours that have no source any more.
+
+    Returns the changed paths. A file that was not generated is somebody's work: `UsageError`, nothing is written.
+    """
     wanted, changed = render(fleet), []
-    (root / FOLDER).mkdir(parents=True, exist_ok=True)
+    strangers = [path.name for path in sorted((root / FOLDER).glob("*.y*ml")) if not _is_ours(path)]
+    if strangers:
+        raise UsageError(
+            f"{FOLDER.as_posix()}: not generated from the registry: {', '.join(strangers)}; nothing was written. "
+            "Everything in this folder is generated: move what these files do into ci/workflows/files, or delete them"
+        )
     for name, text in wanted.items():
         path = root / name
         if path.exists() and path.read_bytes() == text.encode():
             continue
-        temporary = path.with_name(f".{path.name}.new")
-        with temporary.open("wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_whole(path, text.encode())
         changed.append(name)
     for path in sorted((root / FOLDER).glob("*.y*ml")):
         if path.relative_to(root).as_posix() not in wanted:

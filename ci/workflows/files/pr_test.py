@@ -225,11 +225,11 @@ def pr_test(fleet: Fleet) -> dict[str, Any]:
     cpu, cuda = suites_of(fleet, "cpu"), suites_of(fleet, "cuda")
     roots = sorted({root_gate(fleet, suite) for suite in cuda}, key=str)
     gates = [root for root in roots if root is not None]
-    base = both(ALIVE, succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'", either(*map(gate_row, roots)))
-    env = {"IMAGE_TAG": "${{ inputs.image_tag }}"}
     jobs: dict[str, Any] = {"plan": _plan_job(fleet, [*cpu, *cuda], ref=REF, rocm=False)}
     jobs |= {suite: _stage(fleet, suite, ref=REF) for suite in cpu}
     if cuda:
+        base = both(ALIVE, succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'", either(*map(gate_row, roots)))
+        env = {"IMAGE_TAG": "${{ inputs.image_tag }}"}
         jobs |= _image_jobs(base, ["plan", *gates], default_image(fleet, "cuda"), env, REF, build=True)
         jobs |= {suite: _stage(fleet, suite, ref=REF) for suite in cuda}
     jobs["ci-gate"] = _gate_job(list(jobs), [*cpu, *cuda], ref=REF)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -167,6 +168,16 @@ def test_tune_learns_from_results_and_rewrites_sources(run, tree: Path) -> None:
     code, out, _ = run("tune", "--results", *(str(tree / f"results-{index}.json") for index in range(3)))
     assert code == 0
     assert "ci/durations.json: 1 entries" in out
+    # Folders do as well; with --format json stdout is one document, also beside a report.
+    (tree / "artifact").mkdir()
+    (tree / "results-0.json").rename(tree / "artifact/results.json")
+    _, out, _ = run("tune", "--results", str(tree / "artifact"), "--format", "json")
+    assert json.loads(out) == {"table": "ci/durations.json", "entries": 1, "observed": 1}
+    _, out, err = run("tune", "--results", str(tree / "artifact"), "--report", "--format", "json")
+    assert json.loads(out)["observed"] == 1
+    assert "1 entries" in err
+    code, _, err = run("tune", "--results", str(tree / "tests"))
+    assert (code, "no results.json there" in err) == (2, True)
     _, out, _ = run("tune", "--report")
     assert "tests/e2e/test_cpu.py  stage-b-cpu      30 s     101 s   3.37     3" in out
     assert "1 estimate(s) rewritten in 1 file(s)" in run("tune", "--source")[1]
@@ -248,6 +259,38 @@ def test_a_missing_or_broken_registry_is_told_without_a_traceback(
     assert code == 2
     assert "the registry cannot be read" in err
     assert cli.main(["list", "--root", str(tree / "nowhere")]) == 2
+
+
+def test_a_path_that_cannot_be_written_is_told_without_a_traceback(run, tree: Path) -> None:
+    (tree / "file").write_text("")
+    code, _, err = run("plan", "--out", str(tree / "file/plan.json"))
+    assert (code, err.startswith("miles-ci plan: "), str(tree / "file") in err) == (2, True, True)
+
+
+def test_a_full_disk_is_the_machines_fault(run, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, err = run("plan", "--out", str(tree / "plan.json"))
+    assert (code, "No space left on device" in err) == (ExitCode.INFRA, True)
+    assert not (tree / "plan.json").exists()
+    assert [path.name for path in tree.glob(".plan-*")] == []
+
+
+def test_a_link_to_tests_is_a_warning_since_nothing_behind_it_runs(run, tree: Path) -> None:
+    (tree / "elsewhere").mkdir()
+    (tree / "elsewhere/test_far.py").write_text(PLAIN)
+    (tree / "tests/fast/test_far.py").symlink_to(tree / "elsewhere/test_far.py")
+    (tree / "tests/fast/far").symlink_to(tree / "elsewhere")
+    _, out, _ = run("lint")
+    for path in ("tests/fast/far", "tests/fast/test_far.py"):
+        assert f"{path}:1:1: warning[symbolic-link] a symbolic link is not followed" in out
+
+
+def test_the_scan_cache_is_invisible_to_git(run, tree: Path) -> None:
+    run("list")
+    assert "\n*\n" in (tree / "cache/.gitignore").read_text()
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,9 @@ def test_wrong_options_end_with_a_usage_error(tree, words, message):
     code, output = tree.pytest("tests", *words)
     assert code == 4, output
     assert message in output
+    # One message at the start, not one for each folder and worker.
+    _, spread = tree.pytest("tests", "-n", "2", *words)
+    assert spread.count(message) == 1, spread
 
 
 def test_without_options_and_registry_the_plugin_is_silent(tree):

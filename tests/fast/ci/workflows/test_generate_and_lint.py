@@ -20,10 +20,11 @@ from ci.errors import UsageError
 from ci.fleet import Fleet
 from ci.workflows import node_tools, tools
 from ci.workflows.emit import to_yaml
-from ci.workflows.generate import drift, render
+from ci.workflows.generate import HEADER, drift, render
 from ci.workflows.lint import lint
 from ci.workflows.model import Workflow, all_strings, parse_yaml
 from ci.workflows.parts import action
+from ci.workflows.walk import walk
 
 
 def test_the_committed_files_are_what_the_registry_gives(fleet: Fleet, root: Path) -> None:
@@ -37,8 +38,8 @@ def test_an_edited_missing_or_foreign_file_is_drift_with_exit_7(
     assert main(["generate", "--root", str(tmp_path)]) == 0
     assert main(["generate", "--check", "--root", str(tmp_path)]) == 0
     folder = tmp_path / ".github/workflows"
-    (folder / "nightly.yml").write_text("name: mine\n")
-    (folder / "own.yml").write_text("name: own\n")
+    (folder / "nightly.yml").write_text(f"# {HEADER}\nname: mine\n")
+    (folder / "own.yml").write_text(f"# {HEADER}\nname: own\n")
     (folder / "weekly.yml").unlink()
     capsys.readouterr()
     assert main(["generate", "--check", "--root", str(tmp_path)]) == 7
@@ -48,6 +49,28 @@ def test_an_edited_missing_or_foreign_file_is_drift_with_exit_7(
     assert "+name: Weekly" in out
     assert main(["generate", "--root", str(tmp_path)]) == 0
     assert not (folder / "own.yml").exists()
+
+
+@pytest.mark.parametrize("name", ["release.yml", "own.yaml"])
+def test_a_file_that_somebody_wrote_is_never_overwritten_or_removed(
+    root: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(root / "registry.yaml", tmp_path)
+    folder = tmp_path / ".github/workflows"
+    folder.mkdir(parents=True)
+    (folder / name).write_text("name: mine\n")
+    assert main(["generate", "--root", str(tmp_path)]) == 2
+    assert f"not generated from the registry: {name}; nothing was written" in capsys.readouterr().err
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {name: "name: mine\n"}
+
+
+@pytest.mark.parametrize("backends", [("cpu",), ("cpu", "cuda"), ("cpu", "rocm")])
+def test_fleets_without_some_kind_of_device_are_generated_and_proven(fleet: Fleet, backends: tuple[str, ...]) -> None:
+    suites = {name: suite for name, suite in fleet.suites.items() if suite.backend in backends}
+    smaller = fleet.model_copy(update={"suites": suites})
+    workflows = {Path(path).name: Workflow.from_text(text, path) for path, text in render(smaller).items()}
+    assert lint(workflows) == []
+    assert walk(workflows, smaller).violations == ()
 
 
 def test_output_is_the_same_under_every_hash_seed(root: Path) -> None:

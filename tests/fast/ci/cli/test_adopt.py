@@ -1,0 +1,112 @@
+"""docs/ci/adopt.md, followed by hand in an empty repository of another project: no `miles`, nothing of ours but ci/."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci.declare import register_cpu_ci
+from tests.fast.ci.helpers.trees import REPOSITORY
+
+register_cpu_ci(12, "stage-a-cpu")
+
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGE = (REPOSITORY / "docs/ci/adopt.md").read_text(encoding="utf-8")
+
+
+class Project:
+    """A package `acme` below src/, one test, a copy of ci/ and nothing else."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "acme-gpu"
+        ignored = shutil.ignore_patterns("__pycache__", "node_modules", "durations.json")
+        shutil.copytree(REPOSITORY / "ci", self.root / "ci", ignore=ignored)
+        self.write("src/acme/__init__.py", "def add(a, b):\n    return a + b\n")
+        self.write("tests/fast/test_add.py", "from acme import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n")
+        self.write("tests/fast/test_other.py", "def test_other():\n    assert True\n")
+        self.write("pyproject.toml", '[tool.pytest.ini_options]\npythonpath = ["src", "."]\n')
+        self.outputs: dict[str, str] = {}
+        self.blocked = root / "blocked"
+        (self.blocked / "miles").mkdir(parents=True)
+        (self.blocked / "miles/__init__.py").write_text("raise ImportError('the adopter has no miles')\n")
+
+    def write(self, path: str, text: str) -> None:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+
+    def insert(self, section: str, body: str) -> None:
+        registry = self.root / "registry.yaml"
+        text = registry.read_text(encoding="utf-8").replace("pools: {}\n", "pools:\n")
+        assert f"\n{section}:\n" in text
+        registry.write_text(text.replace(f"\n{section}:\n", f"\n{section}:\n{body}", 1), encoding="utf-8")
+
+    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
+        ours = ("MILES_CI_", "PYTEST_", "GITHUB_")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        env |= {"PYTHONPATH": str(self.blocked), "MILES_CI_LOCK_DIR": str(self.root.parent / "locks")}
+        return subprocess.run(
+            [sys.executable, *words], cwd=self.root, env=env, capture_output=True, text=True, timeout=100, check=False
+        )
+
+    def shell(self, line: str) -> subprocess.CompletedProcess[str]:
+        program, *words = shlex.split(line)
+        return self.call("-m", "ci", *words) if program == "miles-ci" else self.call(*words)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """The project after every block of the page, in order."""
+    project = Project(tmp_path_factory.mktemp("adopt"))
+    for info, body in BLOCK.findall(PAGE):
+        kind, _, place = info.strip().partition(" ")[2].partition(":")
+        if kind == "registry":
+            project.insert(place, body)
+        elif kind == "file":
+            project.write(place, body)
+        else:
+            assert info.strip() == "console", info
+            for line in body.splitlines():
+                done = project.shell(line.removeprefix("$ "))
+                assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+                project.outputs[line.removeprefix("$ ")] = done.stdout
+    return project
+
+
+def test_every_command_of_the_page_works_in_another_project(project) -> None:
+    outputs = project.outputs
+    assert len(outputs) >= 20
+    assert "0 error(s), 0 warning(s)" in outputs["miles-ci lint"]
+    assert "2 file(s), 2 test(s): 2 passed" in outputs["miles-ci run --suite stage-a-cpu"]
+    assert "1 passed" in outputs["python -m pytest --suite stage-a-cpu --shard 1/2"]
+    assert "2 gpu" in outputs["miles-ci plan --labels run-ci-core --suite stage-b-8-gpu-a100"]
+
+
+def test_the_copy_of_the_harness_ran_and_not_ours(project) -> None:
+    assert project.call("-c", "import ci; print(ci.__file__)").stdout.strip() == str(project.root / "ci/__init__.py")
+    assert "has no miles" in project.call("-c", "import miles").stderr
+
+
+def test_a_change_below_src_reaches_the_tests_that_import_it(project) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.invalid", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q", "-b", "main"], ["add", "."], [*identity, "commit", "-qm", "x"]):
+        subprocess.run(["git", *words], cwd=project.root, check=True)
+    project.write("src/acme/__init__.py", "def add(a, b):\n    return b + a\n")
+    done = project.shell("miles-ci plan --base main --suite stage-a-cpu")
+    assert "tests/fast/test_add.py" in done.stdout
+    assert "tests/fast/test_other.py" not in done.stdout
+
+
+def test_registry_that_exists_is_not_overwritten(project) -> None:
+    before = (project.root / "registry.yaml").read_text(encoding="utf-8")
+    done = project.shell("miles-ci init")
+    assert done.returncode == 2
+    assert "exists already" in done.stderr
+    assert (project.root / "registry.yaml").read_text(encoding="utf-8") == before
