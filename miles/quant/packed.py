@@ -8,7 +8,7 @@ bit for bit when both use the same configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,8 @@ from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.quant.codecs import nvfp4
 from miles.quant.codecs.nvfp4 import Packed
 from miles.quant.scope import Scope, gate_up_partner
+
+BATCH = 1 << 22
 
 
 def pair_amax(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -77,6 +79,18 @@ def pack_named(
         yield scale_2, value.weight_scale_2
 
 
+def _alike(names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> Iterator[list[str]]:
+    """Names of matrices of one shape and dtype, in batches of at most about 4M elements; [G, M, K] tensors alone."""
+    groups: dict[tuple, list[str]] = {}
+    for name in names:
+        t = tensor(name)
+        key = (t.shape, t.dtype, t.device) if t.dim() == 2 else (name,)
+        groups.setdefault(key, []).append(name)
+    for group in groups.values():
+        size = max(1, BATCH // tensor(group[0]).numel())
+        yield from (group[start : start + size] for start in range(0, len(group), size))
+
+
 class PackedExperts:
     """An engine's routed experts in packed form, beside the live tensors that its forward pass reads.
 
@@ -100,21 +114,33 @@ class PackedExperts:
         """After a weight update: pack every scoped tensor and overwrite it with its decoded value; returns the count.
 
         The live tensors hold what the trainer sent; packing a decoded tensor again would not be the identity, so call
-        this once per update.
+        this once per update. Experts of one shape are packed together: their number costs more than their size.
         """
-        by_hf = {self.hf_name(name): (name, tensor) for name, tensor in live.items()}
-        stream = ((hf, tensor) for hf, (_, tensor) in by_hf.items())
-        self.store = {by_hf[hf][0]: value for hf, value in self._pairs(stream) if isinstance(value, Packed)}
-        for name in self.store:
-            live[name].copy_(self.decode(name, live[name].dtype))
+        by_hf = {self.hf_name(name): name for name in live}
+        chosen = [hf for hf in by_hf if hf in self.scope]
+        own = {hf: reference.tensor_amax(live[by_hf[hf]]) for hf in chosen}
+        # A fused gate/up tensor named by one of its halves has no partner here, and shares its own maximum.
+        amax = {hf: torch.maximum(own[hf], own.get(gate_up_partner(hf) or hf, own[hf])) for hf in chosen}
+        self.store = {}
+        for batch in _alike(chosen, lambda hf: live[by_hf[hf]]):
+            self._pack([by_hf[hf] for hf in batch], live, [amax[hf] for hf in batch])
         return len(self.store)
 
-    def _pairs(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor | Packed]]:
-        tensors = dict(stream)
-        fused = {n: t for n, t in tensors.items() if n in self.scope and gate_up_partner(n) not in tensors}
-        for name, tensor in fused.items():
-            yield name, nvfp4.quantize(tensor, self.config, name=name)
-        yield from quantised_pairs(((n, t) for n, t in tensors.items() if n not in fused), self.config, self.scope)
+    def _pack(self, names: Sequence[str], live: Mapping[str, torch.Tensor], amax: Sequence[torch.Tensor]) -> None:
+        if live[names[0]].dim() == 3:
+            packs = [nvfp4.quantize(live[names[0]], self.config, amax=amax[0], name=names[0])]
+        else:
+            weights, maxima = torch.stack([live[name] for name in names]), torch.stack(list(amax))
+            together = nvfp4.quantize(weights, self.config, amax=maxima, name=f"{names[0]} and {len(names) - 1} more")
+            packs = [
+                Packed(weight, scale, s_dec.view(1), a.view(1))
+                for weight, scale, s_dec, a in zip(
+                    together.weight, together.weight_scale, together.weight_scale_2, together.amax, strict=True
+                )
+            ]
+        for name, packed in zip(names, packs, strict=True):
+            self.store[name] = packed
+            live[name].copy_(self.decode(name, live[name].dtype))
 
     def decode(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The weight of an engine tensor by the configuration's decode."""
