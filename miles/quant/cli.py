@@ -60,8 +60,11 @@ DecodeOpt = Annotated[Decode, typer.Option("--decode", help="Which decode the co
 
 def _say(report: dict, target: Path) -> None:
     totals = report["totals"]
+    lost = f"largest error {totals['max_abs_error']:.3g}"
+    if totals["lossy_tiles"] is not None:
+        lost = f"{totals['lossy_tiles']} of {totals['tiles']} tiles lossy"
     typer.echo(
-        f"{target}: {totals['tensors']} tensors converted, {totals['lossy_tiles']} of {totals['tiles']} tiles lossy, "
+        f"{target}: {totals['tensors']} tensors converted, {lost}, "
         f"{totals['bytes_in'] / 1e9:.3f} GB in, {totals['bytes_out'] / 1e9:.3f} GB out, {totals['gigabytes_per_second']} GB/s"
     )
 

@@ -76,7 +76,7 @@ def _item(source: Source, name: str, scale: str) -> Item:
 
     def run() -> Done:
         weight, tile_scale = source.load(name), source.load(scale)
-        report = TensorReport(name, "mxfp8", tiles=tile_scale.numel())
+        report = TensorReport(name, "mxfp8", tiles=tile_scale.numel(), lossy_tiles=0, lossy_elements=0)
         code = repeat_scale(scale_bytes(tile_scale, scale), rows, cols)
         return Done([weight, code.view(torch.float8_e8m0fnu)], report, [weight, tile_scale])
 

@@ -137,7 +137,8 @@ def _item(source: Source, w: Weight, as_mxfp8: bool, device: str) -> Item:
 
     def run() -> Done:
         packed, scale = source.load(w.name).view(torch.uint8), source.load(w.scale).view(torch.uint8)
-        report = TensorReport(w.name, "mxfp8" if as_mxfp8 else "fp8_128x128", tiles=w.tiles[0] * w.tiles[1])
+        action = "mxfp8" if as_mxfp8 else "fp8_128x128"
+        report = TensorReport(w.name, action, tiles=w.tiles[0] * w.tiles[1], lossy_tiles=0, lossy_elements=0)
         if as_mxfp8:
             q, out_scale = _exact_mxfp8(packed), scale
         else:

@@ -35,14 +35,17 @@ OWN_FILES = (INDEX, "config.json", JOURNAL, REPORT, COMPLETE, contracts.FILE)
 
 @dataclass
 class TensorReport:
-    """What was done to one quantised tensor. sha256 over the input's and the output's bytes (weight, then scale)."""
+    """What was done to one quantised tensor. sha256 over the input's and the output's bytes (weight, then scale).
+
+    `lossy_tiles`, `lossy_elements`: None where a conversion rounds by its nature and does not count.
+    """
 
     name: str
     action: str
     tiles: int = 0
     max_k: int | None = None
-    lossy_tiles: int = 0
-    lossy_elements: int = 0
+    lossy_tiles: int | None = None
+    lossy_elements: int | None = None
     max_abs_error: float = 0.0
     sha256_in: str = ""
     sha256_out: str = ""
@@ -258,6 +261,11 @@ def _write_side_files(source: Source, target: Path, plan: Plan, by_shard: dict[s
     sync_folder(target)
 
 
+def _total(tensors: Sequence[dict], field: str) -> int | None:
+    counts = [t[field] for t in tensors]
+    return None if None in counts else sum(counts)
+
+
 def _report(source: Source, plan: Plan, journal: Journal, seconds: float) -> dict:
     tensors = [t for _, e in sorted(journal.shards().items()) for t in e["tensors"]]
     written = sum(e["bytes"] for e in journal.shards().values())
@@ -266,11 +274,12 @@ def _report(source: Source, plan: Plan, journal: Journal, seconds: float) -> dic
         "options": plan.options,
         "input_digest": source.digest,
         "contract_digest": plan.contract.digest(),
+        "lossless": plan.contract.lossless,
         "totals": {
             "tensors": len(tensors),
             "tiles": sum(t["tiles"] for t in tensors),
-            "lossy_tiles": sum(t["lossy_tiles"] for t in tensors),
-            "lossy_elements": sum(t["lossy_elements"] for t in tensors),
+            "lossy_tiles": _total(tensors, "lossy_tiles"),
+            "lossy_elements": _total(tensors, "lossy_elements"),
             "max_abs_error": max((t["max_abs_error"] for t in tensors), default=0.0),
             "bytes_in": source.nbytes,
             "bytes_out": written,

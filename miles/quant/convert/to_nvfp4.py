@@ -162,7 +162,9 @@ def _require_trained_rounding(source: Source, contract: contracts.QuantContract)
     trained = contracts.read(source.directory)
     if trained.weights == "masters":
         contracts.require_equal(
-            trained, contract, where=f"{source.directory} was trained with fake quantisation of another contract"
+            trained,
+            contract,
+            where=f"{source.directory} was trained with fake quantisation; convert it with the same options",
         )
 
 

@@ -225,9 +225,17 @@ def test_fake_quantisation_and_engine_start_refuse_a_checkpoint_of_another_round
 
 
 def test_fake_quantisation_refuses_a_checkpoint_of_another_scope(tmp_path: Path) -> None:
-    options = NVFP4Options(use_4over6=True, error_mode="MSE", error_use_fast_math=True, ignore=("a.mlp.experts.",))
-    with pytest.raises(ContractMismatch, match=r"scope_digest.*ignore: expected \('a\.mlp\.experts\.',\), found \(\)"):
-        FakeQATHook(QuantConfig(fake_qat="nvfp4", nvfp4=options), environ={}, model_dir=masters(tmp_path / "trained"))
+    trained = masters(tmp_path / "trained")
+    more = {**dict(stream()), "a.mlp.experts.1.down_proj.weight": torch.randn(32, 48)}
+    save_file(more, trained / "model.safetensors")
+    options = {"use_4over6": True, "error_mode": "MSE", "error_use_fast_math": True}
+    with pytest.raises(
+        ContractMismatch, match=r"scope_digest: .* \(for example a\.mlp\.experts\.1\.down_proj\.weight\)"
+    ):
+        FakeQATHook(QuantConfig(fake_qat="nvfp4", nvfp4=NVFP4Options(**options)), environ={}, model_dir=trained)
+    options["ignore"] = ("a.mlp.experts.1.",)
+    with pytest.raises(ContractMismatch, match=r"ignore: expected \('a\.mlp\.experts\.1\.',\), found \(\)"):
+        FakeQATHook(QuantConfig(fake_qat="nvfp4", nvfp4=NVFP4Options(**options)), environ={}, model_dir=trained)
 
 
 def test_packed_weights_are_no_start_for_trainer_or_engine(stored: Path) -> None:

@@ -191,6 +191,7 @@ def test_commands_resume_and_check(bf16_checkpoint: Path, tmp_path: Path) -> Non
     options = ["--4over6", "--error-mode", "MSE", "--fp16-domain", "--decode", "stored"]
     done = runner.invoke(convert_app, ["bf16-to-nvfp4", str(bf16_checkpoint), out, *options])
     assert done.exit_code == 0, done.output
+    assert "9 tensors converted, largest error 2.48" in done.output
     (tmp_path / "out" / "COMPLETE").unlink()
     assert runner.invoke(convert_app, ["bf16-to-nvfp4", str(bf16_checkpoint), out, *options, "--resume"]).exit_code == 0
     shown = runner.invoke(convert_app, ["check", out])
