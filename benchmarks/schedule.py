@@ -1,6 +1,6 @@
-"""Data-parallel schedules of a long-tailed batch: ours against strided and against two published rules, one run.
+"""Data-parallel schedules of a long-tailed batch: ours against strided and two published rules, in one run.
 
-    python benchmarks/schedule.py [--samples 4096] [--dp 16] [--cap 16384]
+    python benchmarks/schedule.py [--samples 4096] [--dp 16 64] [--cap 16384] [--out benchmarks/results/schedule.json]
 
 Rules of others are re-stated here from their published sources, as baselines: verl 0.9 (samples to ranks by
 Karmarkar-Karp on 24576·L + L^2 with equal counts; inside a rank as many micro-batches as the fullest rank needs,
@@ -14,9 +14,15 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import os
+import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -106,16 +112,8 @@ def judge(plan: Plan, lengths: list[int], *, padded: bool) -> dict[str, float]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=4096)
-    parser.add_argument("--dp", type=int, default=16)
-    parser.add_argument("--cap", type=int, default=16384)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    dp, cap = arguments.dp, arguments.cap
-    lengths = long_tailed(arguments.samples, cap, seed=0)
+def compare(lengths: list[int], dp: int, cap: int, repeats: int) -> list[dict[str, Any]]:
+    """Every rule on the same lengths: milliseconds (median of `repeats`) and what `judge` says."""
     cases: list[tuple[str, Callable[[list[int]], Plan], bool]] = [
         ("ours: flops", ours("flops", dp, cap), False),
         ("ours: tokens", ours("tokens", dp, cap), False),
@@ -123,25 +121,48 @@ def main() -> int:
         ("verl's rule", verl_rule(dp, cap), False),
         ("TRL's rule", trl_rule(dp, cap), True),
     ]
-    quantiles = np.percentile(lengths, [50, 90, 99]).astype(int).tolist()
-    print(f"{len(lengths)} samples, {sum(lengths)} tokens, p50/p90/p99 {quantiles}, dp {dp}, cap {cap} tokens")
-    table = []
+    rows: list[dict[str, Any]] = []
     for name, plan, padded in cases:
         times = []
-        for _ in range(arguments.repeats):
+        for _ in range(repeats):
             start = time.perf_counter()
             result = plan(lengths)
             times.append((time.perf_counter() - start) * 1e3)
         row = {"name": name, "ms": statistics.median(times), **judge(result, lengths, padded=padded)}
-        table.append(row)
+        rows.append(row)
         print(
             f"{name:22s} {row['ms']:8.1f} ms  max/mean FLOPs {row['max_over_mean']:.4f}  step/ideal "
             f"{row['step_over_ideal']:6.3f}  padding {row['padding']:6.1%}  micro-batches {row['micro_batches']:4.0f}  "
             f"largest {row['largest']:6.0f} tokens"
         )
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(table, file, indent=2)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--dp", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--cap", type=int, default=16384)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results" / "schedule.json")
+    arguments = parser.parse_args()
+    lengths = long_tailed(arguments.samples, arguments.cap, seed=0)
+    quantiles = np.percentile(lengths, [50, 90, 99]).astype(int).tolist()
+    record: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": {"cores": os.cpu_count(), "load_before": os.getloadavg()[0], "python": platform.python_version()},
+        "command": " ".join(sys.argv),
+        "samples": len(lengths),
+        "tokens": sum(lengths),
+        "p50_p90_p99": quantiles,
+        "cap": arguments.cap,
+        "ranks": {},
+    }
+    for dp in arguments.dp:
+        print(f"{len(lengths)} samples, {sum(lengths)} tokens, p50/p90/p99 {quantiles}, dp {dp}, cap {arguments.cap}")
+        record["ranks"][str(dp)] = compare(lengths, dp, arguments.cap, arguments.repeats)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
