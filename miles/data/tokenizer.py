@@ -64,7 +64,8 @@ class Tokenizer:
         return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special)
 
     def decode_batch(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        return self._backend.decode_batch([list(map(int, row)) for row in rows], skip_special_tokens=True)
+        lists = [row.tolist() if isinstance(row, np.ndarray) else list(map(int, row)) for row in rows]
+        return self._backend.decode_batch(lists, skip_special_tokens=True)
 
 
 def build_char_tokenizer(alphabet: str, directory: str | os.PathLike[str]) -> Tokenizer:

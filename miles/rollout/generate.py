@@ -112,12 +112,14 @@ async def single_turn_group(ctx: GenerateContext, samples: Sequence[Sample], sam
                 min_weight_version=ctx.min_weight_version,
             )
         )
-    results = iter(await ctx.client.generate_many(requests) if requests else [])
-    config = ctx.config
-    return [
-        done if done is not None else extended(sample, next(results), mask_earlier=config.mask_offpolicy_in_partial)
-        for done, sample in zip(finished, samples, strict=True)
-    ]
+    results = await ctx.client.generate_many(requests) if requests else []
+    asked = [sample for done, sample in zip(finished, samples, strict=True) if done is None]
+    if all(sample.response_length == 0 for sample in asked):
+        answered = iter(_answered(asked, results))
+    else:
+        mask_earlier = ctx.config.mask_offpolicy_in_partial
+        answered = (extended(s, r, mask_earlier=mask_earlier) for s, r in zip(asked, results, strict=True))
+    return [done if done is not None else next(answered) for done in finished]
 
 
 single_turn.group = single_turn_group  # type: ignore[attr-defined]
@@ -128,6 +130,38 @@ def _no_log_probs(sample: Sample) -> np.ndarray:
     if sample.rollout_log_probs is not None:
         return sample.rollout_log_probs
     return np.zeros(sample.response_length, dtype=np.float32)
+
+
+def _answered(samples: Sequence[Sample], results: Sequence[GenerateResult]) -> list[Sample]:
+    """`extended` for samples without a response yet; their arrays are slices of one array for all."""
+    pieces: list[np.ndarray] = []
+    for sample, result in zip(samples, results, strict=True):
+        pieces += (sample.tokens, result.tokens)
+    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+    masks = np.ones(len(tokens), dtype=np.uint8)
+    finished, start = [], 0
+    for sample, result in zip(samples, results, strict=True):
+        first = start + sample.prompt_length
+        end = first + len(result.tokens)
+        finished.append(
+            Sample(
+                sample_id=sample.sample_id,
+                group_id=sample.group_id,
+                rollout_id=sample.rollout_id,
+                segment=sample.segment,
+                tokens=tokens[start:end],
+                prompt_length=sample.prompt_length,
+                loss_mask=masks[first:end],
+                rollout_log_probs=result.support_log_probs if result.sampling_mask is not None else result.log_probs,
+                version_spans=result.version_spans,
+                sampling_mask=result.sampling_mask,
+                status=_STATUS[result.finish_reason],
+                metadata=sample.metadata,
+                prefix_cache={"prompt_tokens": result.prompt_tokens, "cached_tokens": result.cached_tokens},
+            )
+        )
+        start = end
+    return finished
 
 
 def extended(sample: Sample, result: GenerateResult, *, mask_earlier: bool = False) -> Sample:

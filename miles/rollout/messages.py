@@ -116,10 +116,10 @@ def read_replies(
     counts = [meta["completion_tokens"] for meta in metas]
     ends = np.cumsum(counts).tolist()
     log_probs, tokens = _flat_arrays(pairs, requests, ends, vocab_size, engine)
+    versions, spans = _all_versions(metas, counts, requests, engine)
     results = []
     start = 0
-    for meta, request, end in zip(metas, requests, ends, strict=True):
-        version, spans = _versions(meta, end - start, request, engine)
+    for meta, request, end, version, runs in zip(metas, requests, ends, versions, spans, strict=True):
         mask = _mask(meta, request, tokens[start:end], vocab_size, engine) if request.return_sampling_mask else None
         results.append(
             GenerateResult(
@@ -130,7 +130,7 @@ def read_replies(
                 prompt_tokens=meta["prompt_tokens"],
                 cached_tokens=meta.get("cached_tokens", 0),
                 weight_version=version,
-                version_spans=spans,
+                version_spans=runs,
                 sampling_mask=mask,
             )
         )
@@ -202,21 +202,37 @@ def _place(at: int, requests: Sequence[GenerateRequest], ends: list[int], what: 
     return requests[index].rid, f"output_token_logprobs[{at - start}]: {what}"
 
 
-def _versions(meta: Mapping[str, Any], count: int, request: GenerateRequest, engine: str) -> tuple[int, np.ndarray]:
-    text = meta.get("weight_version")
-    if not isinstance(text, str) or not text.isdecimal():
-        _refuse(engine, request.rid, f"weight_version {text!r} is not a decimal string")
-    version = int(text)
-    spans = meta.get("weight_version_spans")
-    if spans is None:
-        return version, np.array([[version, count]] if count else [], dtype=np.int64).reshape(-1, 2)
+def _all_versions(
+    metas: Sequence[Mapping[str, Any]], counts: Sequence[int], requests: Sequence[GenerateRequest], engine: str
+) -> tuple[list[int], list[np.ndarray]]:
+    """The version that ended each reply, and its runs of versions, int64 [S, 2]."""
+    known: dict[str, int] = {}
+    versions = []
+    for meta, request in zip(metas, requests, strict=True):
+        text = meta.get("weight_version")
+        if type(text) is not str or text not in known:
+            if not isinstance(text, str) or not text.isdecimal():
+                _refuse(engine, request.rid, f"weight_version {text!r} is not a decimal string")
+            known[text] = int(text)
+        versions.append(known[text])
+    # Nearly all replies are of one version: rows of one array, and others where a reply says so.
+    runs = list(np.stack((versions, counts), axis=1).astype(np.int64).reshape(-1, 1, 2))
+    for index, (meta, count) in enumerate(zip(metas, counts, strict=True)):
+        if meta.get("weight_version_spans") is not None:
+            runs[index] = _version_runs(meta["weight_version_spans"], count, requests[index], engine)
+        elif not count:
+            runs[index] = runs[index][:0]
+    return versions, runs
+
+
+def _version_runs(spans: Any, count: int, request: GenerateRequest, engine: str) -> np.ndarray:
     try:
         array = np.array([[int(v), n] for v, n in spans], dtype=np.int64).reshape(-1, 2)
     except (TypeError, ValueError):
         array = None
     if array is None or int(array[:, 1].sum()) != count or (len(array) and array[:, 1].min() < 1):
         _refuse(engine, request.rid, f"weight_version_spans {spans!r} do not add up to {count} tokens")
-    return version, array
+    return array
 
 
 def _mask(
