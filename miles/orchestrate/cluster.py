@@ -16,6 +16,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from miles.orchestrate.errors import RunError
 
 PREFIX = "miles-ray-"
 # Ray puts sockets about 64 characters below its folder; the kernel takes paths of 107.
@@ -40,6 +43,16 @@ def local_cluster(*, cpus: int, gpus: int = 0) -> Iterator[Cluster]:
     fcntl.flock(lock, fcntl.LOCK_EX)
     ray = _import_ray()
     try:
+        _start(ray, folder, cpus=cpus, gpus=gpus)
+        yield Cluster(folder=folder)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def _start(ray: Any, folder: Path, *, cpus: int, gpus: int) -> None:
+    try:
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -51,11 +64,24 @@ def local_cluster(*, cpus: int, gpus: int = 0) -> Iterator[Cluster]:
             namespace="miles",
             _temp_dir=str(folder),
         )
-        yield Cluster(folder=folder)
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.close()
+    except Exception as error:
+        # Ray raises bare Exception when a daemon does not answer in time, and OSError or ValueError before that.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        said = "".join(f"; {name}: {line}" for name, line in _last_words(folder).items())
+        raise RunError(
+            f"the local Ray cluster did not start: {reason}{said}; free memory and processor time on this machine "
+            f"(`miles doctor` shows them) and run the same command again"
+        ) from error
+
+
+def _last_words(folder: Path) -> dict[str, str]:
+    """The last line of each daemon's error log, which goes away with the folder."""
+    found = {}
+    for log in sorted(folder.glob("session_*/logs/*.err")):
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        if lines and not log.is_symlink():
+            found[log.name] = lines[-1][:300]
+    return found
 
 
 def _base() -> str:

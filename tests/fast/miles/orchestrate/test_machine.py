@@ -16,6 +16,7 @@ from rich.console import Console
 from miles.orchestrate import cluster, doctor
 from miles.orchestrate.cluster import PREFIX, local_cluster
 from miles.orchestrate.doctor import abilities
+from miles.orchestrate.errors import RunError
 
 CORE = {"torch": "2", "ray": "2", "megatron-core": "0.16", "safetensors": "0.8"}
 
@@ -86,7 +87,7 @@ def test_failed_start_stops_ray_and_removes_the_folder(fake_ray: list[Any], tmp_
         raise OSError("no shared memory")
 
     monkeypatch.setattr(sys.modules["ray"], "init", fail)
-    with pytest.raises(OSError, match="no shared memory"):
+    with pytest.raises(RunError, match="did not start: no shared memory"):
         with local_cluster(cpus=1):
             pass
     assert fake_ray == ["shutdown"]
@@ -112,3 +113,19 @@ def test_a_long_temporary_folder_leaves_room_for_sockets(monkeypatch: pytest.Mon
     assert cluster._base() == "/tmp"
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/short")
     assert cluster._base() == "/tmp/short"
+
+
+def test_a_cluster_that_does_not_start_says_why_with_the_daemons_last_words(
+    fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**options: Any) -> None:
+        logs = Path(options["_temp_dir"]) / "session_1" / "logs"
+        logs.mkdir(parents=True)
+        (logs / "raylet.err").write_text("started\nout of memory\n")
+        raise Exception("The current node timed out during startup.\nsecond line")
+
+    monkeypatch.setattr(sys.modules["ray"], "init", init)
+    with pytest.raises(RunError, match=r"did not start: The current node timed out.*raylet\.err: out of memory.*again"):
+        with local_cluster(cpus=1):
+            pass
+    assert list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")) == []
