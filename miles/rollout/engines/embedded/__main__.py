@@ -102,8 +102,10 @@ def _packed_experts(config: Any, model: Any, model_dir: Path) -> Callable[[], ob
     from miles.quant.packed import PackedExperts
     from miles.rollout.errors import EngineModelError
 
-    check_rounding(model_dir, config.nvfp4_experts.resolve(), where="start of the engine")
-    experts = PackedExperts(config.nvfp4_experts.resolve())
+    rounding = config.nvfp4_experts.resolve()
+    scope = config.nvfp4_experts.scope(model.parameters(), {"num_hidden_layers": model.num_layers})
+    check_rounding(model_dir, rounding, where="start of the engine", scope=scope)
+    experts = PackedExperts(rounding, scope=scope)
 
     def refresh() -> None:
         if experts.refresh(model.parameters()) == 0:
