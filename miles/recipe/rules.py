@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
+from miles.quant.nvfp4_config import GATE, fake_qat_gate
 from miles.recipe.schema import Recipe
 
 
@@ -136,6 +137,9 @@ def _quantisation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     if trainer != engine:
         message = f"quant.nvfp4 is {trainer!r} in the trainer but engine.nvfp4_experts is {engine!r}"
         yield Finding("NVFP4-CONTRACT", "error", message, "give both the same options: they must round alike")
+    if recipe.quant.fake_qat == "none" and fake_qat_gate():
+        message = f"quant.fake_qat is none but {GATE}=1: the trainer would round weights that the engine does not"
+        yield Finding("NVFP4-CONTRACT", "error", message, "unset the variable, or set quant.fake_qat=nvfp4")
     if recipe.quant.fake_qat == "nvfp4" and recipe.quant.nvfp4 is None:
         message = "quant.fake_qat is nvfp4 without quant.nvfp4, so the environment would decide"
         yield Finding("NVFP4-CONTRACT", "error", message, "write the options out under quant.nvfp4")

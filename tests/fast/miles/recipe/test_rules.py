@@ -124,6 +124,19 @@ def test_quantised_training_needs_experts_and_written_options() -> None:
     assert unwritten.fix == "write the options out under quant.nvfp4"
 
 
+def test_trainer_and_engine_must_leave_the_same_experts_alone() -> None:
+    case = recipe(quant={"fake_qat": "nvfp4", "nvfp4": {"ignore": ["model.layers.0."]}}, engine={"nvfp4_experts": {}})
+    (found,) = findings("NVFP4-CONTRACT", (case, facts(num_experts=8)))
+    assert found.fix == "give both the same options: they must round alike"
+
+
+def test_a_variable_that_rounds_in_the_trainer_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPEN_TRAINING_NVFP4_FAKE_QAT_FLAG", "1")
+    (found,) = findings("NVFP4-CONTRACT", (recipe(), facts(num_experts=8)))
+    assert "OPEN_TRAINING_NVFP4_FAKE_QAT_FLAG=1" in found.message
+    assert found.fix == "unset the variable, or set quant.fake_qat=nvfp4"
+
+
 def test_parallel_error_lists_every_size_that_does_not_divide() -> None:
     (finding,) = findings("PARALLEL", (recipe(train={"parallel": {"tp": 3, "pp": 5}}), facts()))
     for said in ("tp=3 does not divide the model's 4 attention heads", "2 key/value groups", "pp=5 does not divide"):
