@@ -57,7 +57,7 @@ class NVFP4Options(StrictModel):
                 scope = Scope(Ignore((*self.ignore, *edges.entries)))
             chosen = scope.select(known)
             check_pairs(chosen)
-            if not chosen:
+            if not chosen and Scope().select(known):
                 raise ValueError("no routed expert is left to quantise")
         except ValueError as error:
             raise QuantConfigError(f"nvfp4 ignore, bf16_first_layers, bf16_last_layers: {error}") from None
