@@ -20,10 +20,11 @@ from miles.data.schedule import ScheduleConfig, build_dp_schedule
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """float32 [R] per sample; `returns` for a critic, else None."""
+    """float32 [R] per sample; `returns` for a critic, else None. `kl`: mean per trained token, where rewards hold it."""
 
     advantages: list[np.ndarray]
     returns: list[np.ndarray] | None = None
+    kl: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +67,19 @@ def estimate_advantages(samples: Sequence[Sample], counted: Counted, config: Alg
         raw = adv.reinforce_pp_baseline(
             counted.rewards, counted.group_index, counted.in_baseline, counted.rollout_index, mask, lengths, kl, beta
         )
-        return Advantages(_split(_whitened(raw, mask), lengths))
+        return Advantages(_split(_whitened(raw, mask), lengths), kl=_mean(kl, mask))
     outcome = np.where(counted.in_baseline, counted.rewards, 0.0)[counted.rollout_index]
     rewards = adv.token_rewards(outcome, mask, lengths, kl, beta)
     if config.advantage == "reinforce_pp":
         raw = adv.reinforce_pp(rewards, mask, lengths, gamma=config.gamma)
-        return Advantages(_split(_whitened(raw, mask), lengths))
+        return Advantages(_split(_whitened(raw, mask), lengths), kl=_mean(kl, mask))
     if config.advantage != "gae":
         raise ValueError(
             f"unknown advantage {config.advantage!r}; choose grpo, rloo, gae, reinforce_pp or reinforce_pp_baseline"
         )
     values = _field(samples, "values", "algo.advantage gae needs a critic's values; run the critic over the rollout")
     raw, returns = adv.gae(rewards, values, mask, lengths, gamma=config.gamma, lam=config.gae_lambda)
-    return Advantages(_split(_whitened(raw, mask), lengths), _split(returns, lengths))
+    return Advantages(_split(_whitened(raw, mask), lengths), _split(returns, lengths), _mean(kl, mask))
 
 
 def prepare_steps(
@@ -119,7 +120,8 @@ def prepare_steps(
         )
         for step in plan.steps
     ]
-    return PreparedSteps(steps, [step.samples for step in plan.steps], counted, plan.metrics)
+    metrics = plan.metrics | ({} if estimated.kl is None else {"train/kl": estimated.kl})
+    return PreparedSteps(steps, [step.samples for step in plan.steps], counted, metrics)
 
 
 def prepare_scoring(
@@ -171,6 +173,11 @@ def _split(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return [flat[end - n : end] for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
 
+def _mean(values: np.ndarray | None, mask: np.ndarray) -> float | None:
+    active = mask.astype(bool)
+    return None if values is None else float(values[active].mean()) if active.any() else 0.0
+
+
 def _whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     import torch
 
@@ -192,5 +199,6 @@ def _reward_kl(samples: Sequence[Sample], mask: np.ndarray, config: AlgoConfig) 
     from miles.algos.kl import estimate
 
     hint = "algo.kl.where=reward compares them; compute both with Backend.logprobs before the advantages"
-    difference = _field(samples, "old_log_probs", hint) - _field(samples, "ref_log_probs", hint)
+    policy = "rollout_log_probs" if config.correction.bypass else "old_log_probs"
+    difference = _field(samples, policy, hint) - _field(samples, "ref_log_probs", hint)
     return estimate(config.kl.estimator, torch.from_numpy(np.where(mask.astype(bool), difference, 0.0))).numpy()

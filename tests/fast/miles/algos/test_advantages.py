@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.algos import advantages as adv
-from miles.algos.config import AlgoConfig, KLConfig
+from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig
 from miles.algos.estimate import count_for, estimate_advantages, prepare_steps
 from miles.data.schedule import ScheduleConfig
 
@@ -165,6 +165,21 @@ def test_inputs_not_mutated(make_samples, advantage):
             left, right = getattr(old, name), getattr(new, name)
             np.testing.assert_array_equal(left, right) if isinstance(left, np.ndarray) else None
             assert isinstance(left, np.ndarray) or left == right
+
+
+def test_kl_in_the_reward_is_of_the_old_policy_or_of_the_rollout_s_under_bypass(make_samples):
+    for bypass, field in ((False, "old_log_probs"), (True, "rollout_log_probs")):
+        samples = make_samples(6)
+        kl = KLConfig(where="reward", coef=0.1)
+        config = AlgoConfig(advantage="reinforce_pp", kl=kl, correction=CorrectionConfig(bypass=bypass))
+        difference = [getattr(s, field) - s.ref_log_probs for s in samples]
+        active = np.concatenate([d[s.loss_mask > 0] for d, s in zip(difference, samples, strict=True)])
+        prepared = prepare_steps(samples, config, ScheduleConfig())
+        assert prepared.metrics["train/kl"] == pytest.approx(active.mean(), rel=1e-5)
+        for sample in samples:
+            setattr(sample, "old_log_probs" if bypass else "rollout_log_probs", None)
+        again = prepare_steps(samples, config, ScheduleConfig()).steps[0].ranks[0][0]
+        np.testing.assert_array_equal(again.advantages, prepared.steps[0].ranks[0][0].advantages)
 
 
 def test_siblings_share_one_advantage_and_count_once(make_samples):
