@@ -55,6 +55,7 @@ def _card(args: argparse.Namespace):
     from ci.report.cards import Card, JobRow
     from ci.report.cards.model import default_analyses
     from ci.report.merge import merge
+    from ci.report.results import find_results
     from ci.report.strict_json import loads
     from ci.report.untrusted import read_shard
     from ci.run.results import read_results
@@ -64,7 +65,7 @@ def _card(args: argparse.Namespace):
         shards = [read_shard(entry, str(args.results)) for entry in top["shards"]]
         dark, faults, skipped = top.get("dark", []), top.get("faults", []), top.get("skipped_suites", {})
     else:
-        files = sorted(args.results.rglob("results.json"))
+        files = find_results([args.results]) if args.results.exists() else []
         if not files:
             raise UsageError(f"{args.results}: no results.json below this folder")
         shards, dark, faults, skipped = [read_shard(file.read_bytes(), str(file)) for file in files], [], [], {}
@@ -101,5 +102,6 @@ def _text(card) -> str:
         )
         lines += [f"  {test.suite} {test.shard}  {test.node}" for test in group.tests]
     lines += [f"dark: {name}" for name in card.report.dark]
+    lines += [f"fault: {fault}" for fault in card.report.faults]
     lines += [f"skipped {suite}: {reason}" for suite, reason in sorted(card.report.skipped.items())]
     return "\n".join(lines) + "\n"

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", required=True, help="suite to run")
     parser.add_argument("--shard", metavar="I/N", help="one shard of the suite (default: the whole suite)")
     parser.add_argument(
-        "--file", action="append", default=[], metavar="PATH[::NODE]", help="only this test file (repeatable)"
+        "--file", action="append", default=[], metavar="PATH[::NODE]", help="only this test file or folder (repeatable)"
     )
     parser.add_argument("--plan", metavar="FILE", help="run this plan (default: MILES_CI_PLAN, else plan here)")
     parser.add_argument("--allow-empty", action="store_true", help="no test to run is no error")

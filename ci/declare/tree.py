@@ -16,6 +16,8 @@ from ci.declare.reader import MARKER, decode, defines_tests, read_source
 from ci.errors import Diagnostic
 
 TESTS = "tests"
+# What pytest gives a meaning in a path, what separates parts of our own ids, and what no terminal shows.
+_BAD_IN_NAMES = frozenset("[]:|#\\")
 # Hidden folders and caches never hold test files; looking into them costs time on a large tree.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 
@@ -32,6 +34,11 @@ def scan_tree(root: Path | str, *, cache_dir: Path | None = None) -> Scan:
     errors: list[Diagnostic] = []
     files: list[str] = []
     for path in test_tree_files(base):
+        problem = bad_name(path)
+        if problem is not None:
+            files.append(problem.path)
+            errors.append(problem)
+            continue
         try:
             with open(os.path.join(base, path), "rb") as stream:
                 data = stream.read()
@@ -72,6 +79,16 @@ def test_tree_files(base: str) -> list[str]:
                 found.append(f"{folder}/{name}")
     found.sort()
     return found
+
+
+def bad_name(path: str) -> Diagnostic | None:
+    """Why a file of this name could not be run: as an argument it would make pytest drop every other file too."""
+    bad = next((letter for letter in path if letter in _BAD_IN_NAMES or not letter.isprintable()), None)
+    if bad is None:
+        return None
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in path)
+    message = f"{bad!r} in a file name cannot be addressed in a pytest run; rename the file or folder"
+    return Diagnostic(shown, 1, 1, "bad-name", message)
 
 
 def is_test_file(path: str) -> bool:

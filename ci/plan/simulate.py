@@ -92,6 +92,10 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
+# About a minute.
+MAX_RUNS = 200_000
+
+
 @dataclass
 class _Tally:
     waits: dict[str, list[float]] = field(default_factory=dict)
@@ -105,6 +109,11 @@ def simulate(fleet: Fleet, plan_for: Callable[[str, tuple[str, ...]], Plan], loa
     """Run the simulation. `plan_for(cadence, labels)` gives the plan of a run; it is called once per label set."""
     if not (load.arrivals_per_hour >= 0 and 0 < load.hours <= 10_000 and 1 <= load.seeds <= 1000):
         raise UsageError("simulate: arrivals must be >= 0, hours in (0, 10000], seeds in 1..1000")
+    if load.arrivals_per_hour * load.hours * load.seeds > MAX_RUNS:
+        raise UsageError(
+            f"simulate: {load.arrivals_per_hour:g} runs per hour for {load.hours:g} h, {load.seeds} times, are more than "
+            f"{MAX_RUNS:,} runs; lower --arrivals, --hours or --seeds"
+        )
     if not 0 <= load.label_share <= 1:
         raise UsageError("simulate: --label-share must lie in 0..1")
     cache: dict[tuple[str, tuple[str, ...]], tuple[Demand, ...]] = {}

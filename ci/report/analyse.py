@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ci.errors import CiError
 from ci.report.untrusted import SeenShard, SeenTest
+from ci.run.results import DIED
 
 SLOWEST = 5
 
@@ -85,7 +86,9 @@ def category_of(test: SeenTest) -> str:
         return "infra"
     if test.outcome == "declaration_error":
         return "build"
-    return "test_failure" if test.outcome in ("failed", "error", "no_tests", "all_skipped") else "unknown"
+    # What passed and blocks all the same has failed a metric gate.
+    known = ("failed", "error", "no_tests", "all_skipped", "passed", "flaky")
+    return "test_failure" if test.outcome in known else "unknown"
 
 
 def failed_tests(shard: SeenShard) -> list[FailedTest]:
@@ -127,6 +130,7 @@ def analyse(
 ) -> Report:
     """The report of a run. Raises `AnalysisError` if it would not name exactly the failing tests."""
     seen = list(shards)
+    died = [f"{shard.suite} shard {shard.shard}: {DIED}" for shard in seen if shard.unfinished]
     failed = [test for shard in seen for test in failed_tests(shard)]
     grouped: dict[str, list[FailedTest]] = {}
     for test in failed:
@@ -151,7 +155,7 @@ def analyse(
         counts,
         groups,
         tuple(dark),
-        tuple(faults),
+        tuple(dict.fromkeys([*faults, *died])),
         tuple(leaked),
         tuple(flaky),
         tuple(unstable),

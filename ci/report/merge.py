@@ -80,7 +80,7 @@ def merge(
         if shard.info.plan_digest != plan.digest:
             faults.append(f"{where}: results of plan {shard.info.plan_digest[:16]}, expected {plan.digest[:16]}")
         if shard.status == "running":
-            faults.append(f"{where}: the runner died before it finished")
+            faults.append(f"{where}: {results.DIED}")
         faults.extend(_take(shard, where, planned, seen))
     dark = sorted(f"{suite}: {unit} (shard {planned[suite, unit]})" for suite, unit in planned.keys() - seen.keys())
     observed = sum(

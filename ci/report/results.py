@@ -68,6 +68,8 @@ def summary(shards: Sequence[ShardResults]) -> str:
         lines.extend(_lines_of(test))
     for shard in shards:
         lines.extend(f"note: {note}" for note in shard.notes)
+        if shard.status == "running":
+            lines.append(f"UNFINISHED   {shard.info.suite} shard {shard.info.shard}: {results.DIED}")
     slowest = sorted(tests, key=lambda test: (-test.wall_s, test.unit))[:SLOWEST]
     if len(tests) > SLOWEST:
         lines.append("slowest: " + ", ".join(f"{test.unit} {test.wall_s:.1f} s" for test in slowest))

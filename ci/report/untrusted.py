@@ -46,6 +46,7 @@ class SeenShard:
     hardware: str
     shard: str
     tests: tuple[SeenTest, ...]
+    unfinished: bool = False
 
     @property
     def observed(self) -> int:
@@ -84,7 +85,8 @@ def read_shard(data: bytes | dict[str, Any], what: str = "results.json") -> Seen
         _text(run.get("suite"), f"{what}: run.suite", 64),
         _text(run.get("hardware"), f"{what}: run.hardware", 64),
     )
-    return SeenShard(suite, hardware, _text(run.get("shard"), f"{what}: run.shard", 16), tests)
+    shard = _text(run.get("shard"), f"{what}: run.shard", 16)
+    return SeenShard(suite, hardware, shard, tests, unfinished=top.get("status") == "running")
 
 
 def _test(entry: Any, what: str) -> SeenTest:
@@ -97,23 +99,37 @@ def _test(entry: Any, what: str) -> SeenTest:
         item["wall_s"] for item in attempts if isinstance(item.get("wall_s"), int | float) and item["wall_s"] >= 0
     )
     last = attempts[-1] if attempts else {}
+    path = _text(data.get("path"), f"{what}: path", 300)
     failures = tuple(_failure(item, what) for item in _list(last.get("failures", []), f"{what}: failures"))
+    gates = tuple(_gate(item, path, what) for item in _list(data.get("gates", []), f"{what}: gates"))
+    blocked = tuple(gate for gate in gates if gate is not None)
     leaked = sum(len(_list(item.get("leaked", []), f"{what}: leaked")) for item in attempts)
     nodes = _object(data.get("nodes", {}), f"{what}: nodes")
     tolerated = bool(data.get("tolerated"))
     blocks = outcome not in ("passed", "flaky", "unstable_failed") and not tolerated
+    # A failed metric gate blocks a test that passed.
+    failures = (failures if blocks or not blocked else ()) + blocked
     return SeenTest(
-        path=_text(data.get("path"), f"{what}: path", 300),
+        path=path,
         outcome=str(outcome),
         nodes=len(nodes),
         wall_s=float(wall),
         message=_text(data.get("message", ""), f"{what}: message"),
         failures=failures,
         leaked=leaked,
-        blocks=blocks,
+        blocks=blocks or bool(blocked),
         cause=_text(last.get("cause", ""), f"{what}: cause", 200),
         cause_kind=_text(last.get("cause_kind", ""), f"{what}: cause_kind", 20),
     )
+
+
+def _gate(entry: Any, path: str, what: str) -> SeenFailure | None:
+    """A verdict on a metric as a failure of the file, or None when it does not block."""
+    data = _object(entry, f"{what}: gate")
+    if data.get("verdict") not in ("fail", "error"):
+        return None
+    metric, message = _text(data.get("metric"), f"{what}: metric", 200), _text(data.get("message", ""), f"{what}: gate")
+    return SeenFailure(f"{path} (metric {metric})", f"metric gate: {message}", f"gate:{metric}"[:16])
 
 
 def _failure(entry: Any, what: str) -> SeenFailure:

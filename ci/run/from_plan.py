@@ -41,12 +41,12 @@ def run_unit(unit: Unit) -> RunUnit:
 
 
 def only_files(units: Sequence[RunUnit], wanted: Sequence[str], suite: str) -> tuple[RunUnit, ...]:
-    """The units of the wanted files (`path` or `path::node`). `UsageError` for one the suite does not plan."""
+    """The units of the wanted files or folders (`path` or `path::node`). `UsageError` for one the suite does not plan."""
     chosen: list[RunUnit] = []
     for word in wanted:
         path, separator, node = word.partition("::")
         path = Path(path).as_posix()
-        found = [unit for unit in units if unit.path == path]
+        found = [unit for unit in units if unit.path == path or unit.path.startswith(f"{path}/")]
         if not found:
             raise UsageError(
                 f"--file {path}: not planned in suite '{suite}'; `miles-ci explain {path}` tells where it runs and why"

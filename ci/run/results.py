@@ -25,6 +25,7 @@ OUTCOMES = (
     PASSED, FAILED, ERROR, TIMEOUT, NO_TESTS, ALL_SKIPPED, DECLARATION_ERROR, INFRA, FLAKY, UNSTABLE_FAILED, CANCELLED,
     NOT_RUN,
 )  # fmt: skip
+DIED = "the runner died before it finished"
 _EXIT = {
     FAILED: ExitCode.TEST_FAILURE,
     ERROR: ExitCode.TEST_FAILURE,
@@ -161,6 +162,9 @@ class ShardResults:
         codes: list[int] = [test.exit_code() for test in self.tests]
         if self.status == "interrupted":
             codes.append(ExitCode.INTERRUPTED)
+        if self.status == "running":
+            # Read from a file this means that the runner died; what it had not recorded is unknown.
+            codes.append(ExitCode.INFRA)
         return combine_exit_codes(codes)
 
     def as_json(self) -> dict[str, Any]:

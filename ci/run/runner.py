@@ -37,13 +37,20 @@ def run_plan(
     keeper = GateKeeper(job.info, open_store, default_branch)
     record.write(job.folder)
     faulty = [unit for unit in job.units if unit.declaration_error is not None]
-    sound = tuple(unit for unit in job.units if unit.declaration_error is None)
+    present = [unit for unit in job.units if unit.declaration_error is None]
+    # pytest runs nothing at all when one of its arguments does not exist.
+    gone = [unit for unit in present if not (job.root / unit.path).is_file()]
+    sound = tuple(unit for unit in present if unit not in gone)
     shard.job = dataclasses.replace(job, units=sound)
     for unit in faulty:
         shard.console.line(f"{unit.id}: {unit.declaration_error}")
         shard.add(
             results.TestResult(unit.id, unit.path, results.DECLARATION_ERROR, message=unit.declaration_error or "")
         )
+    for unit in gone:
+        message = f"{unit.path} does not exist in this checkout, although the plan names it"
+        shard.console.line(f"{unit.id}: {message}")
+        shard.add(results.TestResult(unit.id, unit.path, results.ERROR, message=message))
     with _cancel_on_signal(shard.cancel):
         try:
             if sound and job.info.backend == "cpu":

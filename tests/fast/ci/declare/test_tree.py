@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from ci.declare.cache import FILE_NAME
 from ci.declare.tree import scan_tree
 from tests.fast.ci.helpers.trees import PLAIN, cpu, cuda, write_tree
@@ -64,6 +66,26 @@ def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "tests/fast/test_link.py").symlink_to(tmp_path / "elsewhere/test_b.py")
     (tmp_path / "tests/fast/loop").symlink_to(tmp_path / "tests")
     assert scan_tree(tmp_path).files == ("tests/fast/test_a.py",)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("test_a[x].py", "test_a[x].py"),
+        ("test_new\nline.py", "test_new\\nline.py"),
+        ("test_a#1.py", "test_a#1.py"),
+        ("test_a|b.py", "test_a|b.py"),
+        ("test_bad\udcff.py", "test_bad\\udcff.py"),
+    ],
+    ids=["bracket", "newline", "hash", "bar", "not utf-8"],
+)
+def test_a_name_that_pytest_cannot_address_is_an_error_of_that_file(tmp_path: Path, name: str, shown: str) -> None:
+    """One such argument would leave a whole shard without tests."""
+    write_tree(tmp_path, {"tests/fast/test_good.py": PLAIN, f"tests/fast/{name}": PLAIN})
+    found = scan_tree(tmp_path)
+    assert errors_of(found) == {f"tests/fast/{shown}": ["bad-name"]}
+    assert [item.path for item in found.declarations] == ["tests/fast/test_good.py"]
+    found.errors[0].text().encode()
 
 
 def test_a_file_that_is_not_utf8_is_one_error_even_without_a_declaration(tmp_path: Path) -> None:

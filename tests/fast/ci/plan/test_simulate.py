@@ -45,6 +45,12 @@ def run(arrivals: float, load_s: int = 1800, **fields: object):
     return report, next(pool for pool in report.pools if pool.pool == "h200-8gpu")
 
 
+@pytest.mark.parametrize("arrivals", [float("inf"), 1e9])
+def test_more_runs_than_a_minute_can_simulate_are_refused(arrivals: float) -> None:
+    with pytest.raises(UsageError, match="lower --arrivals, --hours or --seeds"):
+        simulate(FLEET, lambda cadence, labels: pytest.fail("nothing may be planned"), Load(arrivals, 168.0, 5, 0.1))
+
+
 def test_the_same_seed_gives_the_same_numbers() -> None:
     assert run(3.0)[0] == run(3.0)[0]
 

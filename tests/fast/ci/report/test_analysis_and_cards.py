@@ -82,6 +82,28 @@ def test_an_artifact_that_is_not_ours_is_refused(change: dict[str, Any]) -> None
         read_shard(b'{"schema":1,"schema":1}')
 
 
+def test_shard_whose_runner_died_is_never_a_green_report() -> None:
+    run = {"suite": "s", "hardware": "cpu", "shard": "1/1"}
+    dead = read_shard(json.dumps({"schema": 1, "status": "running", "run": run, "tests": []}).encode())
+    report = analyse([dead])
+    assert (report.ok, report.faults) == (False, ("s shard 1/1: the runner died before it finished",))
+    # merged.json has said it already.
+    assert len(analyse([dead], faults=report.faults).faults) == 1
+
+
+@pytest.mark.parametrize(("verdict", "blocks"), [("fail", True), ("error", True), ("pass", False), ("inactive", False)])
+def test_failed_metric_gate_of_a_test_that_passed_is_named(verdict: str, blocks: bool) -> None:
+    gate = {"metric": "loss", "verdict": verdict, "message": "loss 3 is above 2", "value": 3.0}
+    entry = {"path": "tests/a.py", "outcome": "passed", "attempts": [], "gates": [gate]}
+    run = {"suite": "s", "hardware": "h200", "shard": "1/1"}
+    report = analyse([read_shard(json.dumps({"schema": 1, "run": run, "tests": [entry]}).encode())])
+    assert report.ok is not blocks
+    if blocks:
+        (failed,) = report.failed
+        assert (failed.node, failed.category) == ("tests/a.py (metric loss)", "test_failure")
+        assert "loss 3 is above 2" in failed.message
+
+
 # -- analyst ----------------------------------------------------------------------------------------
 
 EVIDENCE = Evidence(

@@ -37,6 +37,9 @@ def test_file_option_runs_that_file_or_node_only(repository):
     outcome = repository.run("--suite", "stage-a-cpu", "--file", f"{path}::test_good")
     assert (outcome.code, outcome.outcomes()) == (0, {"test_two.py": "passed"})
     assert "===== " in outcome.output
+    repository.file("test_deep.py", "def test_a(): assert True\n", "tests/fast/deep")
+    folder = repository.run("--suite", "stage-a-cpu", "--file", "tests/fast/deep/")
+    assert (folder.code, folder.outcomes()) == (0, {"test_deep.py": "passed"})
     unknown = repository.run("--suite", "stage-a-cpu", "--file", "tests/fast/test_nowhere.py")
     assert unknown.code == 2
     assert "not planned in suite 'stage-a-cpu'" in unknown.output
@@ -61,6 +64,26 @@ def test_unknown_suite_is_exit_code_2_with_the_nearest_name(repository):
     outcome = repository.run("--suite", "stage-a-cpus")
     assert outcome.code == 2
     assert "did you mean 'stage-a-cpu'?" in outcome.output
+
+
+def test_names_in_any_script_and_with_blanks_are_run(repository):
+    repository.file("test_spaß 'q'.py", "def test_a(): assert True\n", "tests/fast/ünï cödé, 漢字")
+    outcome = repository.run("--suite", "stage-a-cpu")
+    assert (outcome.code, outcome.outcomes()) == (0, {"test_spaß 'q'.py": "passed"})
+
+
+def test_planned_file_that_is_not_in_the_checkout_fails_alone(repository):
+    from ci.cli import main
+
+    repository.file("test_here.py", "def test_a(): assert True\n")
+    gone = repository.root / repository.file("test_gone.py", "def test_a(): assert True\n")
+    saved = repository.root / "plan.json"
+    assert main(["plan", "--root", str(repository.root), "--suite", "stage-a-cpu", "--out", str(saved)]) == 0
+    gone.unlink()
+    outcome = repository.run("--suite", "stage-a-cpu", "--plan", str(saved))
+    assert outcome.code == 1
+    assert outcome.outcomes() == {"test_gone.py": "error", "test_here.py": "passed"}
+    assert "does not exist in this checkout" in outcome.tests()["test_gone.py"]["message"]
 
 
 def test_timeout_in_one_file_leaves_the_results_of_the_others(repository):
@@ -142,10 +165,7 @@ def test_cancel_writes_partial_results_within_five_seconds(repository):
         stderr=subprocess.DEVNULL,
     )
     pidfile = repository.root / "tests" / "fast" / "test_b_stubborn.pid"
-    deadline = time.monotonic() + 40
-    while not pidfile.exists() or not pidfile.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: pidfile.exists() and pidfile.read_text() != "")
     started = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
     code = process.wait(timeout=20)
@@ -163,6 +183,48 @@ def test_cancel_writes_partial_results_within_five_seconds(repository):
         "test_c_never.py": "cancelled",
     }
     assert process_tree.read_process(int(pidfile.read_text())) is None
+
+
+def test_killed_runner_leaves_a_whole_file_that_no_reader_takes_for_green(repository):
+    repository.file("test_done.py", "def test_a(): assert True\n")
+    repository.file("test_sleeps.py", """
+        import os, pathlib, time
+        from ci.declare import register_cpu_ci
+        register_cpu_ci(est_time=5, suite="stage-a-cpu", serial=True)
+        def test_a():
+            pathlib.Path(__file__).with_suffix(".pid").write_text(str(os.getpid()))
+            time.sleep(60)
+            assert True
+    """)  # fmt: skip
+    process = subprocess.Popen(
+        repository.command("run", "--suite", "stage-a-cpu"),
+        cwd=repository.root,
+        env=repository.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pidfile = repository.root / "tests/fast/test_sleeps.pid"
+    until(lambda: pidfile.exists() and pidfile.read_text() != "")
+    process.kill()
+    process.wait()
+    until(lambda: process_tree.read_process(int(pidfile.read_text())) is None)
+    (path,) = (repository.root / "out").glob("*/results.json")
+    results = json.loads(path.read_text())
+    assert (results["status"], results["exit_code"], results["counts"]["passed"]) == ("running", 3, 1)
+    shown = subprocess.run(
+        [*repository.command("results", "show", "out")], cwd=repository.root, env=repository.environment(),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "UNFINISHED   stage-a-cpu shard 1/1: the runner died before it finished" in shown.stdout
+    # The locks of the dead runner are free again.
+    assert repository.run("--suite", "stage-a-cpu", "--file", "tests/fast/test_done.py").code == 0
+
+
+def until(condition, limit_s: float = 40.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
 
 
 def test_failed_files_are_repeated_to_tell_flaky_from_broken(repository):
