@@ -134,6 +134,7 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
     from ci.report import junit
     from ci.report.results import summary
     from ci.run.console import Console
+    from ci.run.locks import sole_writer
     from ci.run.rerun import rerun_failed
     from ci.run.runner import run_plan
 
@@ -153,17 +154,20 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
 
         return open_store(str(history))
 
-    record = run_plan(
-        job,
-        devices=devices,
-        console=console,
-        open_store=open_history if history else None,
-        default_branch=default_branch(),
-    )
-    times = args.rerun_failed if args.rerun_failed is not None else (NIGHTLY_RERUNS if plan.cadence == "nightly" else 0)
-    if times:
-        record = rerun_failed(job, record, times, devices=devices, console=console)
-    junit.write(record, folder / junit.JUNIT_NAME)
+    with sole_writer(folder):
+        record = run_plan(
+            job,
+            devices=devices,
+            console=console,
+            open_store=open_history if history else None,
+            default_branch=default_branch(),
+        )
+        times = (
+            args.rerun_failed if args.rerun_failed is not None else (NIGHTLY_RERUNS if plan.cadence == "nightly" else 0)
+        )
+        if times:
+            record = rerun_failed(job, record, times, devices=devices, console=console)
+        junit.write(record, folder / junit.JUNIT_NAME)
     if args.format == "json":
         print_json(record.as_json())
     console.line(summary([record]))

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,29 @@ class LeaseError(CiError):
     """The lock folder cannot be used."""
 
     exit_code = ExitCode.INFRA
+
+
+class FolderInUse(CiError):
+    """Another runner writes its results into the same folder."""
+
+    exit_code = ExitCode.CONFIG
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold a folder of results: two runners that share one would mix their events. Raises `FolderInUse`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = open_lock(folder / ".lock")
+    try:
+        if not try_lock(fd):
+            owner = read_json(fd).get("pid", "unknown")
+            raise FolderInUse(
+                f"{folder}: another run (pid {owner}) writes its results there; choose one with --results"
+            )
+        write_json(fd, {"pid": os.getpid()})
+        yield
+    finally:
+        os.close(fd)
 
 
 def open_lock(path: Path) -> int:

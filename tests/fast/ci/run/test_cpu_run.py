@@ -185,7 +185,7 @@ def test_cancel_writes_partial_results_within_five_seconds(repository):
     assert process_tree.read_process(int(pidfile.read_text())) is None
 
 
-def test_killed_runner_leaves_a_whole_file_that_no_reader_takes_for_green(repository):
+def test_running_runner_owns_its_results_and_a_killed_one_is_never_taken_for_green(repository):
     repository.file("test_done.py", "def test_a(): assert True\n")
     repository.file("test_sleeps.py", """
         import os, pathlib, time
@@ -205,6 +205,9 @@ def test_killed_runner_leaves_a_whole_file_that_no_reader_takes_for_green(reposi
     )
     pidfile = repository.root / "tests/fast/test_sleeps.pid"
     until(lambda: pidfile.exists() and pidfile.read_text() != "")
+    second = repository.run("--suite", "stage-a-cpu")
+    assert second.code == 2
+    assert f"another run (pid {process.pid}) writes its results there" in second.output
     process.kill()
     process.wait()
     until(lambda: process_tree.read_process(int(pidfile.read_text())) is None)
