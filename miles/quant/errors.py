@@ -20,6 +20,9 @@ class ContractMismatch(QuantConfigError):
 class QATHookMissing(QuantError):
     """A routed-expert weight was used in a step without going through fake quantisation."""
 
+    def __str__(self) -> str:
+        return f"QATHookMissing: {super().__str__()}"
+
 
 class ConversionError(QuantError, ConfigError):
     """A checkpoint cannot be converted as asked: its files, the options or the target are wrong. Exit code 2."""

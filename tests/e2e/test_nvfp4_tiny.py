@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ci.declare import register_cpu_ci
+from miles.quant import contract
 
 register_cpu_ci(est_time=60, suite="stage-b-cpu")
 
@@ -57,7 +58,7 @@ def test_engine_weights_equal_the_trainers_rounded_weights_bit_for_bit(runs):
     assert done.returncode == 0, done.stderr
     gap = max(row["mismatch/abs_diff_max"] for row in runs.rows("tiny"))
     print(f"largest log-prob gap: {gap:.2e}")
-    assert gap <= 1e-4
+    assert gap <= 2e-6, "a few units in the last place of fp32: see docs/decisions/0403"
     model = runs.folder / "tiny" / "model"
     compared = subprocess.run(
         [sys.executable, "-c", COMPARE, RECIPE, str(model)], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -72,25 +73,32 @@ def test_engine_that_rounds_otherwise_than_the_trainer_is_refused(runs):
     assert "NVFP4-CONTRACT" in done.stderr
 
 
-MISSING = """
-import sys
-from pathlib import Path
-from miles.orchestrate.actors import TrainWorker
-from miles.quant import hook
-from miles.recipe import load
+def test_experts_left_alone_are_the_same_in_trainer_engine_and_export(runs):
+    edges = ("quant.nvfp4.bf16_first_layers=1", "engine.nvfp4_experts.bf16_first_layers=1")
+    done = runs.run("edges", *SHORT, *edges, recipe=RECIPE)
+    assert done.returncode == 0, done.stderr
+    assert max(row["mismatch/abs_diff_max"] for row in runs.rows("edges")) <= 2e-6
+    found = contract.read(runs.folder / "edges" / "hf_model")
+    assert found.ignore == ("model.layers.0.",)
+    assert all(name.startswith("model.layers.1.mlp.experts.") for name in found.tensors)
+    assert len(found.tensors) == 8 * 3
+    alone = runs.run("alone", *SHORT, edges[0], recipe=RECIPE)
+    assert alone.returncode == 2
+    assert "NVFP4-CONTRACT" in alone.stderr
 
-hook.FakeQATHook.__call__ = lambda self, chunk: None
-worker = TrainWorker(load(Path(sys.argv[1])), Path(sys.argv[2]), 0)
-worker.start(*worker.offer_port(), Path(sys.argv[2]) / "none")
-worker._hook.after_step(1)
+
+# Read by every Python process of the run before its first line: a trainer whose hook installs nothing.
+SABOTAGE = """
+from miles.quant.hook import FakeQATHook
+FakeQATHook.__call__ = lambda self, chunk, hf_names=None: None
 """
 
 
-def test_removed_hook_stops_the_run(runs, tmp_path):
-    assert runs.run("made", "run.steps=1", *SHORT[1:], recipe=RECIPE).returncode == 0
-    done = subprocess.run(
-        [sys.executable, "-c", MISSING, RECIPE, str(runs.folder / "made" / "model")],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "QATHookMissing" in done.stderr
+def test_removed_hook_stops_the_run(runs, tmp_path, monkeypatch):
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text(SABOTAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    done = runs.run("sabotaged", *SHORT, recipe=RECIPE)
+    assert done.returncode == 1
+    assert "QATHookMissing: fake quantisation is on but the backend never called its install hook" in done.stderr
+    assert runs.rows("sabotaged") == []

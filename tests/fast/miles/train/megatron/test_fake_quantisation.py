@@ -62,6 +62,35 @@ def test_quantisation_changes_the_forward_pass(ranks, toolbox, moe_dir):
     assert 1e-3 < np.abs(with_hook - without).max() < 5
 
 
+def test_rounding_adds_no_gap_between_trainer_and_engine(ranks, toolbox, moe_dir, tmp_path):
+    """Log-probs of the fake-quantised trainer and of a plain trainer with the engine's decoded weights: equal bits.
+
+    What remains between trainer and engine is two implementations' order of fp32 sums (decision 0403).
+    """
+
+    def scores(backend, hook, batch):
+        import numpy as np
+        import torch
+        from safetensors.torch import save_file
+
+        from miles.quant import qat
+        from miles.quant.packed import PackedExperts
+
+        with_hook = np.concatenate(backend.logprobs(batch))
+        live = {name: tensor.detach().clone() for name, tensor in backend.state_for_sync()}
+        sent = {name: tensor.clone() for name, tensor in live.items()}
+        count = PackedExperts(hook.rounding, scope=hook.scope).refresh(live)
+        changed = sum(not torch.equal(live[name], sent[name]) for name in live)
+        save_file(live, tmp_path / "model.safetensors")
+        qat.uninstall(hook.chunks[0])
+        backend.load(tmp_path)
+        return count, changed, with_hook, np.concatenate(backend.logprobs(batch))
+
+    count, changed, with_hook, decoded = ranks(quantised(toolbox, moe_dir, scores), 1)[0]
+    assert count == changed == 2 * 4 * 3
+    assert (with_hook == decoded).all()
+
+
 @pytest.mark.parametrize("parallel", [{"dp": 2, "ep": 2}, {"tp": 2, "sp": True}], ids=["ep2", "etp2_shared_maximum"])
 def test_quantised_step_is_equal_under_every_mesh(parallel, ranks, toolbox, moe_dir):
     expected = ranks(quantised(toolbox, moe_dir, train), 1)[0][0]
