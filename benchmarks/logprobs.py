@@ -13,58 +13,20 @@ minus logsumexp, Liger's cross entropy when it is installed.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu_timing import GIB, copy_and_fill_ms, extra_memory, header, measure, write
+
 from miles.algos.logprobs import vocab_parallel_scores
 from miles.kernels.logprobs import PolicyTerm, fused_policy_loss, logits_gradient, row_stats
 from miles.kernels.logprobs.ops import DEFAULT_TUNING, Tuning
-
-GIB = 1 << 30
-
-
-def measure(call: Callable[[], object], repeats: int = 9, queued: int = 4) -> tuple[float, float]:
-    """(median milliseconds, spread between first and third quartile) of one call, device events.
-
-    `queued` calls are issued back to back, as in training, where the host runs ahead of a busy device.
-    """
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(queued):
-            call()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / queued)
-    quartiles = statistics.quantiles(times, n=4)
-    return statistics.median(times), quartiles[2] - quartiles[0]
-
-
-def extra_memory(call: Callable[[], object]) -> float:
-    """Peak bytes above what was allocated before the call."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    kept = call()
-    torch.cuda.synchronize()
-    del kept
-    return torch.cuda.max_memory_allocated() - before
-
-
-def copy_bandwidth(nbytes: int) -> float:
-    source = torch.empty(nbytes // 2, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
-    milliseconds, _ = measure(lambda: target.copy_(source))
-    return 2 * nbytes / (milliseconds * 1e-3)
 
 
 class Problem:
@@ -197,7 +159,7 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--once", choices=["primitive", "fused"])
-    parser.add_argument("--json")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/logprobs.py needs a GPU; the CPU path is measured by tests only", file=sys.stderr)
@@ -211,7 +173,7 @@ def main() -> int:
     tuning = tune(problem) if arguments.tune else DEFAULT_TUNING
     print(tuning)
     logits_bytes = arguments.rows * arguments.vocab * 2
-    bandwidth = copy_bandwidth(logits_bytes)
+    bandwidth = 2 * logits_bytes / (copy_and_fill_ms(logits_bytes)[0] * 1e-3)
     primitive_limit = 3 * logits_bytes / bandwidth * 1e3
     fused_limit = 2 * logits_bytes / bandwidth * 1e3
     print(
@@ -251,9 +213,12 @@ def main() -> int:
             f"(gradient {row['extra_beyond_gradient_mib']:+9.1f} MiB)  limit {limit:.2f} ms  {limit / milliseconds:5.0%}",
             flush=True,
         )
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"tuning": asdict(tuning), "copy_tb_s": bandwidth / 1e12, "cases": table}, file, indent=2)
+    ours = {row["name"]: row["ms"] for row in table}
+    ratios = {name: ms / ours["ours: log-probs"] for name, ms in ours.items() if not name.startswith("ours")}
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.2f}x the time of ours")
+    record = {"tuning": asdict(tuning), "copy_tb_s": bandwidth / 1e12, "cases": table, "ratio_to_ours": ratios}
+    write({**header(), "unit": "ms", **record}, arguments.out)
     return 0
 
 

@@ -10,33 +10,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import statistics
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu_timing import header, time_us, write
+
 from miles.kernels.mxfp4_to_fp8 import api, reference
 
 SHAPE, COUNT = (4096, 6144), 64
-
-
-def time_us(fn, repeats: int = 20) -> float:
-    for _ in range(3):
-        fn()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        fn()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
 
 
 def differing(packed: torch.Tensor, scale: torch.Tensor, got: reference.Converted) -> int:
@@ -84,18 +68,7 @@ def main() -> None:
         "ours TB/s": total / ours / 1e6,
     }
     results["share of copy bandwidth"] = copy / ours
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "command": "python " + " ".join(Path(a).name if a.startswith("/") else a for a in sys.argv),
-        "unit": "us",
-        "results": results,
-    }
-    print(json.dumps(record, indent=1))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write({**header(), "unit": "us", "results": results}, args.out)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import statistics
-import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -26,7 +22,9 @@ import triton
 import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from miles.kernels.nvfp4_qdq import api, kernel, reference
+from gpu_timing import graph_us, header, time_us, write
+
+from miles.kernels.nvfp4_qdq import api, arithmetic, choice, reference, tiles
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 
 SHAPE, COUNT = (4096, 6144), 8
@@ -44,12 +42,12 @@ VARIANTS = {
 def quantize_kernel(src, codes, scales, amax_bits, slot, blocks, numerator, ROWS: tl.constexpr):
     """Packed E2M1 and E4M3 bytes of one weight: the middle one of the separate kernels."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    first, second = kernel._load(src, tl.program_id(0).to(tl.int64) * ROWS, blocks, ROWS)
-    x = kernel._words(first, second, ROWS)
-    m = kernel._row_magnitudes(x, False)
+    first, second = tiles.load_tile(src, tl.program_id(0).to(tl.int64) * ROWS, blocks, ROWS, "")
+    x = tiles.words_of(first, second, ROWS)
+    m = arithmetic.row_magnitudes(x, False)
     amax = tl.load(amax_bits + slot).to(tl.float32, bitcast=True)
-    s_enc, s_dec = kernel._scales(amax, numerator)
-    q, scale = kernel._quantize_standard(m, kernel._max_bits(m).to(tl.float32, bitcast=True), s_enc, s_dec, True)
+    s_enc, s_dec = arithmetic.tensor_scales(amax, numerator)
+    q, scale = choice.quantize_standard(m, arithmetic.max_bits(m).to(tl.float32, bitcast=True), s_enc, s_dec, True)
     words = ()
     for half in tl.static_range(2):
         packed = row * 0
@@ -89,9 +87,9 @@ def dequantize_kernel(codes, scales, dst, amax_bits, slot, blocks, recip, ROWS: 
                 tl.where(m < 2, m.to(tl.float32) * 0.5, ((m << 22) + (126 << 23)).to(tl.float32, bitcast=True)) * factor
             )
             signs = (((word >> (8 * i + 3)) & 1) << 15) | (((word >> (8 * i + 7)) & 1) << 31)
-            out = out + (kernel._pack(low, high, False, True) | signs,)
+            out = out + (arithmetic.pack(low, high, False, True) | signs,)
         target = dst + row[:, None] * 8 + half * 4 + tl.arange(0, 4)[None, :]
-        tl.store(target, kernel._join4(out[0], out[1], out[2], out[3], ROWS), mask=mask)
+        tl.store(target, tiles.join4(out[0], out[1], out[2], out[3], ROWS), mask=mask)
 
 
 class Separate:
@@ -114,29 +112,6 @@ class Separate:
         return self.out
 
 
-def time_us(fn, repeats: int = 30) -> float:
-    for _ in range(3):
-        fn()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        fn()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def graph_us(fn, repeats: int = 30) -> float:
-    fn()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fn()
-    return time_us(graph.replay, repeats)
-
-
 def equal_bits(got: list[torch.Tensor], weights: list[torch.Tensor], config: NVFP4QDQConfig) -> int:
     """Elements that differ from the reference."""
     bad = 0
@@ -154,10 +129,8 @@ def tune(weights: list[torch.Tensor], amax: torch.Tensor) -> dict:
         return dict(sorted(times.items(), key=lambda item: item[1]))
 
     tables: dict = {name: {} for name in ("standard", "4over6 fp16 MSE", "4over6 exact MSE", "4over6 exact MAE")}
-    for name, tiles, warps, ahead in itertools.product(tables, (4, 8, 16), (2, 4, 8), (False, True)):
-        if (name == "standard") != (tiles == 4):
-            continue
-        launch, config = api.Launch(32 * warps, tiles, warps, True, ahead), VARIANTS.get(name, STANDARD)
+    for name, cut, warps, ahead in itertools.product(tables, (4, 8, 16), (1, 2, 4), (False, True)):
+        launch, config = api.Launch(32 * warps, cut, warps, True, ahead), VARIANTS.get(name, STANDARD)
         tables[name][str(launch)] = graph_us(
             lambda launch=launch, config=config: api.qdq_nvfp4(weights, config, amax, launch=launch), 15
         )
@@ -216,26 +189,12 @@ def main() -> None:
         raise SystemExit("nvfp4_qdq needs a CUDA GPU; the interpreter's time says nothing about a GPU")
     torch.manual_seed(0)
     weights = [torch.randn(SHAPE, device="cuda").mul_(0.02).to(torch.bfloat16) for _ in range(COUNT)]
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "command": "python " + " ".join(Path(a).name if a.startswith("/") else a for a in sys.argv),
-        "driver": subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version,clocks.sm", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-        ).stdout.strip(),
-        "unit": "us",
-    }
+    record = {**header(), "unit": "us"}
     if args.tune:
         record["tune"] = tune(weights, api.amax_nvfp4(weights))
     record["results"] = measure(weights, args.fast)
     api.raise_if_flagged()
-    print(json.dumps(record, indent=1))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(record, args.out)
 
 
 if __name__ == "__main__":

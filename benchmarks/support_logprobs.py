@@ -9,52 +9,15 @@ the support's logits are read; the dense form reads the logits and the mask and 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu_timing import GIB, copy_and_fill_ms, extra_memory, header, measure, write
+
 from miles.algos.sampling_mask import support_log_probs, support_log_probs_dense
-
-GIB = 1 << 30
-
-
-def measure(call: Callable[[], object], repeats: int = 9, queued: int = 4) -> tuple[float, float]:
-    """(median milliseconds, spread between first and third quartile) of one call, device events.
-
-    `queued` calls are issued back to back, as in training, where the host runs ahead of a busy device.
-    """
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(queued):
-            call()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / queued)
-    quartiles = statistics.quantiles(times, n=4)
-    return statistics.median(times), quartiles[2] - quartiles[0]
-
-
-def peak(call: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    kept = call()
-    torch.cuda.synchronize()
-    del kept
-    return torch.cuda.max_memory_allocated() - before
-
-
-def bandwidths(elements: int) -> tuple[float, float]:
-    """Milliseconds to copy and to fill a bf16 buffer of this size."""
-    source, target = (torch.empty(elements, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return measure(lambda: target.copy_(source))[0], measure(lambda: target.zero_())[0]
 
 
 def supports(rows: int, vocab: int, mean: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +37,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--mean-support", type=int, default=64)
-    parser.add_argument("--json")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/support_logprobs.py needs a GPU", file=sys.stderr)
@@ -95,7 +58,7 @@ def main() -> int:
         return torch.autograd.grad((out * slope).sum(), logits)[0]
 
     difference = float((sparse().float() - dense().float()).abs().max())
-    copied, written = bandwidths(rows * vocab)
+    copied, written = copy_and_fill_ms(2 * rows * vocab)
     print(
         f"{torch.cuda.get_device_name()}: {rows} x {vocab} bf16, mean |S| {len(ids) / rows:.1f}; "
         f"copy {4 * rows * vocab / copied / 1e9:.2f} TB/s, fill {2 * rows * vocab / written / 1e9:.2f} TB/s; "
@@ -110,7 +73,12 @@ def main() -> int:
                 if name == "sparse"
                 else (lambda: support_log_probs_dense(logits, targets, ids, offsets, vocab_size=vocab))
             )[0]
-        results[name] = {"ms": milliseconds, "spread_ms": spread, "forward_ms": forward, "peak_bytes": peak(call)}
+        results[name] = {
+            "ms": milliseconds,
+            "spread_ms": spread,
+            "forward_ms": forward,
+            "peak_bytes": extra_memory(call),
+        }
         torch.cuda.empty_cache()
         print(
             f"{name:11s} {milliseconds:7.3f} ms (+-{spread:.3f}), forward alone {forward:7.3f} ms, "
@@ -120,11 +88,8 @@ def main() -> int:
     ratio = results["dense mask"]["ms"] / results["sparse"]["ms"]
     memory = results["dense mask"]["peak_bytes"] / results["sparse"]["peak_bytes"]
     print(f"dense / sparse: {ratio:.2f}x time, {memory:.2f}x peak memory")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(
-                {"cases": results, "fill_ms": written, "time_ratio": ratio, "memory_ratio": memory}, file, indent=2
-            )
+    record = {"cases": results, "copy_ms": copied, "fill_ms": written, "time_ratio": ratio, "memory_ratio": memory}
+    write({**header(), "unit": "ms", "mean_support": len(ids) / rows, **record}, arguments.out)
     return 0
 
 

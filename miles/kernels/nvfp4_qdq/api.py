@@ -8,7 +8,7 @@ Runs on CUDA (compute capability 8.0 or newer), on HIP, and on CPU tensors when 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton.runtime.interpreter import InterpretedFunction
@@ -37,11 +37,12 @@ class Launch:
     ahead: bool = False
 
 
-STANDARD_LAUNCH = Launch(rows=64, tiles=4, warps=2)
-FOUR_OVER_SIX_LAUNCH = Launch(rows=128, tiles=16, warps=4, ahead=True)
+STANDARD_LAUNCH = Launch(rows=64, tiles=8, warps=2)
+FOUR_OVER_SIX_LAUNCH = Launch(rows=64, tiles=8, warps=2, ahead=True)
 AMAX_LAUNCH = Launch(rows=256, tiles=8, warps=8)
 INTERPRETER_LAUNCH = Launch(rows=512, tiles=1, warps=4)
 EXTREME_PROGRAMS = 528
+KEEP_BYTES = 24 << 20
 
 
 def _default_launch(config: NVFP4QDQConfig) -> Launch:
@@ -137,15 +138,26 @@ def amax_nvfp4(
     return _amax(weights, _slots(weights, shared), launch or (INTERPRETER_LAUNCH if _interpreted() else AMAX_LAUNCH))
 
 
-def _amax(weights: Sequence[torch.Tensor], slots: list[int], launch: Launch) -> torch.Tensor:
+def _early(device: torch.device) -> bool:
+    """Whether a kernel may start before the end of the one before it (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _amax(
+    weights: Sequence[torch.Tensor], slots: list[int], launch: Launch, *, keep: int = 0, early: bool = False
+) -> torch.Tensor:
+    """`keep`: bytes at the end that shall stay in L2; `early`: the next kernel waits for this one by itself."""
     table = _table(weights, slots, launch)
     device, fp16 = weights[0].device, weights[0].dtype == torch.float16
-    _refuse_compile_in_capture(("amax", device, fp16, launch), device)
-    bits = torch.zeros(max(slots) + 1, dtype=torch.int32, device=device)
+    keep_from = max(table.chunks - keep // (launch.rows * launch.tiles * BLOCK * 2), 0)
+    _refuse_compile_in_capture(("amax", device, fp16, launch, early), device)
+    bits = torch.empty(max(slots) + 1, dtype=torch.int32, device=device)
+    pdl = {"launch_pdl": True} if early else {}
     with on_device(device):
+        kernel.reset_kernel[(1,)](bits, bits.numel(), SLOTS=128, EARLY=early, num_warps=4)
         kernel.amax_kernel[(table.chunks,)](
-            _words(weights[0]), table.columns, table.chunk_weight, bits, table.n,
-            ROWS=launch.rows, TILES=launch.tiles, FP16=fp16, num_warps=launch.warps, enable_fp_fusion=False,
+            _words(weights[0]), table.columns, table.chunk_weight, bits, table.n, keep_from,
+            ROWS=launch.rows, TILES=launch.tiles, FP16=fp16, EARLY=early, num_warps=launch.warps, enable_fp_fusion=False, **pdl,
         )  # fmt: skip
     return bits.view(torch.float32)
 
@@ -165,16 +177,25 @@ def qdq_nvfp4(
     """
     _check(weights)
     launch = launch or _default_launch(config)
+    if launch.tiles > 32:
+        raise ValueError(
+            f"launch.tiles must be at most 32 (one bit each marks a tile to be done again), got {launch.tiles}"
+        )
     slots = _slots(weights, shared)
     device, dtype = weights[0].device, weights[0].dtype
+    early = amax is None and _early(device)
+    # What the maxima left in L2 shall not have to make room for results.
+    write = "" if amax is not None else "evict_first"
     if amax is None:
-        amax = _amax(weights, slots, INTERPRETER_LAUNCH if _interpreted() else AMAX_LAUNCH)
+        # The same number of tiles: the last places the maxima read are then the first ones that are read again.
+        first = INTERPRETER_LAUNCH if _interpreted() else replace(AMAX_LAUNCH, tiles=launch.tiles)
+        amax = _amax(weights, slots, first, keep=KEEP_BYTES, early=early)
     elif amax.dtype != torch.float32 or amax.shape != (max(slots) + 1,) or amax.device != device:
         raise ValueError(
             f"amax must be float32 of shape ({max(slots) + 1},) on {device}, got {amax.dtype} {tuple(amax.shape)} on {amax.device}"
         )
     table = _table(weights, slots, launch)
-    _refuse_compile_in_capture(("qdq", device, dtype, launch, config), device)
+    _refuse_compile_in_capture(("qdq", device, dtype, launch, config, early), device)
     flat = torch.empty(sum(w.numel() for w in weights), dtype=dtype, device=device)
     numerator = config.encode_numerator
     pointers = (
@@ -194,7 +215,8 @@ def qdq_nvfp4(
         kernel.qdq_kernel[(table.chunks,)](
             *pointers, table.chunk_weight, table.chunks, numerator, 1.0 / numerator,
             TILES=launch.tiles, FOUR_OVER_SIX=config.use_4over6,
-            WIDE=launch.wide, AHEAD=launch.ahead, **fixed,
+            WIDE=launch.wide, AHEAD=launch.ahead, WRITE=write, EARLY=early,
+            **({"launch_pdl": True} if early else {}), **fixed,
         )  # fmt: skip
         if config.use_4over6:
             programs = 1 if _interpreted() else EXTREME_PROGRAMS

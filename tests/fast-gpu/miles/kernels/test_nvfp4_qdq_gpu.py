@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from ci.declare import register_cuda_ci
 from miles.kernels.nvfp4_qdq import api, reference
+from miles.kernels.nvfp4_qdq.arithmetic import quick_inverse_scale
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 
 register_cuda_ci(est_time=60, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
@@ -21,7 +25,7 @@ CONFIGS = [NVFP4QDQConfig(), NVFP4QDQConfig(decode="stored")] + [
     for mode in ErrorMode
     for fast in (False, True)
 ]
-KINDS = ("normal", "wide", "boundary", "zeros", "max", "tiny", "sparse")
+KINDS = ("normal", "wide", "boundary", "zeros", "max", "tiny", "sparse", "coarse", "outlier")
 
 
 def data(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -41,6 +45,11 @@ def data(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         x = x * (1e-30 if dtype == torch.bfloat16 else 1e-6)
     elif kind == "sparse":
         x = torch.where(x > 2, x * 1000, 0.0)
+    elif kind == "coarse":  # half of the blocks have two equal or nearly equal 4over6 errors
+        x = torch.randint(-24, 25, shape, generator=generator) * 0.5
+    elif kind == "outlier":  # every other block's scale is among the smallest
+        x = x * 2e-3
+        x.view(-1)[0] = 448.0
     return x.to(dtype)
 
 
@@ -79,17 +88,60 @@ def test_integer_view_of_a_parameter_is_read_unchanged() -> None:
     assert torch.equal(api.qdq_nvfp4([w], config)[0].view(torch.int16), reference.qdq(w, config).view(torch.int16))
 
 
-def test_graph_capture_replays_on_new_values_after_a_warm_up() -> None:
+@pytest.mark.parametrize("maxima", ["given", "included"])
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]], ids=["standard", "4over6"])
+def test_graph_replays_give_the_rounding_of_the_values_of_that_moment(config: NVFP4QDQConfig, maxima: str) -> None:
+    first, second = (data(kind, (256, 512), torch.bfloat16).cuda() for kind in ("normal", "coarse"))
+    w = first.clone()
+    amax = api.amax_nvfp4([w])
+    given = amax if maxima == "given" else None
+    api.qdq_nvfp4([w], config, given)
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an empty graph is a warning
+        with torch.cuda.graph(graph):
+            y = api.qdq_nvfp4([w], config, given)[0]
+    y.fill_(float("nan"))
+    for values in (first, second, first):
+        w.copy_(values)
+        amax.copy_(reference.tensor_amax(values))
+        graph.replay()
+        assert torch.equal(y.view(torch.int16), reference.qdq(values, config).view(torch.int16))
+    assert not torch.equal(reference.qdq(first, config), reference.qdq(second, config))
+
+
+def test_first_compile_inside_a_capture_is_refused() -> None:
     w = data("normal", (256, 512), torch.bfloat16).cuda()
-    with pytest.raises(RuntimeError, match="warm up first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        api.qdq_nvfp4([w], NVFP4QDQConfig(), launch=api.Launch(128, 2, 4))
-    api.qdq_nvfp4([w], NVFP4QDQConfig())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = api.qdq_nvfp4([w], NVFP4QDQConfig())[0]
-    w.copy_(data("wide", (256, 512), torch.bfloat16))
+        doubled = w * 2  # so that the graph is not empty
+        with pytest.raises(RuntimeError, match="warm up first"):
+            api.qdq_nvfp4([w], NVFP4QDQConfig(), launch=api.Launch(128, 2, 4))
     graph.replay()
-    assert torch.equal(y, reference.qdq(w, NVFP4QDQConfig()))
+    assert torch.equal(doubled, w * 2)
+
+
+@pytest.mark.parametrize("config", CONFIGS[:4], ids=str)
+def test_maxima_other_than_the_weights_own_round_as_in_the_reference(config: NVFP4QDQConfig) -> None:
+    w = data("wide", (257, 1040), torch.bfloat16).cuda()
+    for factor in (4.0, 0.25, 1e-3):
+        amax = api.amax_nvfp4([w]) * factor
+        got = api.qdq_nvfp4([w], config, amax)[0]
+        assert torch.equal(got.view(torch.int16), reference.qdq(w, config, amax[0]).view(torch.int16)), factor
+
+
+@triton.jit
+def inverse_kernel(x, out, N: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    tl.store(out + i, quick_inverse_scale(1.0, tl.load(x + i), True))
+
+
+@pytest.mark.parametrize("exponent", [-60, -20, -1, 0, 30])
+def test_short_reciprocal_is_correctly_rounded_for_every_mantissa(exponent: int) -> None:
+    x = (torch.arange(1 << 23, dtype=torch.int32, device="cuda") + ((127 + exponent) << 23)).view(torch.float32)
+    out = torch.empty_like(x)
+    inverse_kernel[(x.numel() // 1024,)](x, out, N=1024, enable_fp_fusion=False)
+    assert torch.equal(out, (1.0 / x.double()).float())
 
 
 def test_non_finite_weight_raises_at_the_step_end_and_not_before() -> None:
