@@ -49,7 +49,9 @@ class Files:
 
 def command_line(units: Sequence[RunUnit], files: Files, *, workers: int | None) -> list[str]:
     """`workers` None: no xdist (GPU files and serial files); a number: that many workers, groups kept together."""
-    distribution = ["-p", "no:xdist"] if workers is None else ["-n", str(workers), "--dist", "loadgroup"]
+    # By name, so that it is there too where PYTEST_DISABLE_PLUGIN_AUTOLOAD is set.
+    shared = ["-p", "xdist", "-n", str(workers), "--dist", "loadgroup"]
+    distribution = ["-p", "no:xdist"] if workers is None else shared
     options = [
         "-p", "ci.run.child",
         *distribution,

@@ -20,6 +20,7 @@ from ci.fleet import Fleet
 from ci.workflows.generate import render
 from tests.fast.ci.bot.conftest import HEAD, ROOT, Job, comment_event
 from tests.fast.ci.bot.helpers.github_server import GitHub
+from tests.fast.ci.helpers.lean import LEAN_PYTEST
 
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 UNTIL = (datetime.date.today() + datetime.timedelta(days=30)).isoformat()
@@ -46,7 +47,7 @@ def execute(line: str, checkout: Path) -> None:
     words = shlex.split(command)
     assert words[0] == "miles-ci", line
     if words[1] in ("run", "doctor"):  # processes and devices of their own
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **LEAN_PYTEST}
         code = subprocess.run(
             [sys.executable, "-m", "ci", *words[1:]],
             cwd=checkout,

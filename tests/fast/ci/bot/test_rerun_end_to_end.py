@@ -30,6 +30,7 @@ from ci.workflows.model import Workflow
 from ci.workflows.simulate import Event, Outcome, local_resolver, simulate
 from tests.fast.ci.bot.conftest import HEAD, ROOT, Job, comment_event
 from tests.fast.ci.bot.helpers.github_server import BOT_ID, Fault, GitHub
+from tests.fast.ci.helpers.lean import LEAN_PYTEST
 
 NUMBER = 12
 # What `miles-ci run` really did, once for each target; the other tests reuse its results.
@@ -80,7 +81,7 @@ class Rerun:
         target = self.inputs["test_file"] + (f"::{self.inputs['node']}" if self.inputs["node"] else "")
         if (suite, target) not in _EXECUTED:
             command = [sys.executable, "-m", "ci", "run", "--suite", suite, "--file", target, "--results", "results"]
-            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **LEAN_PYTEST}
             done = subprocess.run(
                 command, cwd=self.checkout, env=env, capture_output=True, text=True, timeout=100, check=False
             )

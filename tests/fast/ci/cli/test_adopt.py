@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 
 from ci.declare import register_cpu_ci
+from tests.fast.ci.helpers.lean import LEAN_PYTEST
 from tests.fast.ci.helpers.trees import REPOSITORY
 
 register_cpu_ci(12, "stage-a-cpu")
+
+# The page is followed once, not once in each worker.
+pytestmark = pytest.mark.xdist_group("adopt")
 
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGE = (REPOSITORY / "docs/ci/adopt.md").read_text(encoding="utf-8")
@@ -51,7 +55,7 @@ class Project:
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:
         ours = ("MILES_CI_", "PYTEST_", "GITHUB_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        env |= {"PYTHONPATH": str(self.blocked), "MILES_CI_LOCK_DIR": str(self.root.parent / "locks")}
+        env |= {**LEAN_PYTEST, "PYTHONPATH": str(self.blocked), "MILES_CI_LOCK_DIR": str(self.root.parent / "locks")}
         return subprocess.run(
             [sys.executable, *words], cwd=self.root, env=env, capture_output=True, text=True, timeout=100, check=False
         )

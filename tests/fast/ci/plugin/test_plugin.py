@@ -13,6 +13,7 @@ import pytest
 
 from ci import pytest_plugin
 from ci.workspace import Workspace
+from tests.fast.ci.helpers.lean import LEAN_PYTEST
 
 PACKAGE_PARENT = Path(pytest_plugin.__file__).resolve().parents[1]
 REGISTRY = PACKAGE_PARENT / "registry.yaml"
@@ -33,10 +34,12 @@ class Tree:
     def pytest(self, *words: str) -> tuple[int, str]:
         hidden = ("MILES_CI_", "PYTEST_", "CUDA_", "HIP_", "ROCR_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        env["PYTHONPATH"] = str(PACKAGE_PARENT)
+        env |= {"PYTHONPATH": str(PACKAGE_PARENT), **LEAN_PYTEST}
         # No driver is found, whatever the machine that runs this test has.
         env["LD_LIBRARY_PATH"] = str(self.root)
         command = [sys.executable, "-m", "pytest", "-p", "ci.pytest_plugin", "-rs", *words]
+        if "-n" in words:
+            command += ["-p", "xdist"]
         done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True, timeout=100)
         return done.returncode, done.stdout + done.stderr
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ci.run import runner
+from tests.fast.ci.helpers.lean import LEAN_PYTEST
 
 HERE = Path(__file__).parent
 PACKAGE_PARENT = Path(runner.__file__).resolve().parents[2]
@@ -127,6 +128,7 @@ class Repository:
             "MILES_CI_LOCK_DIR": str(self.root / "locks"),
             "MILES_CI_RESULTS_DIR": str(self.root / "out"),
             "PYTHONPATH": str(PACKAGE_PARENT),
+            **LEAN_PYTEST,
         }
         return {**clean, **folders, **extra}
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from ci.run import process_tree
+from tests.fast.ci.helpers.lean import EVERY_PLUGIN
 
 
 def test_passing_at_the_second_time_is_flaky_visible_and_exit_code_0(repository):
@@ -22,7 +23,7 @@ def test_passing_at_the_second_time_is_flaky_visible_and_exit_code_0(repository)
                 raise ConnectionResetError("Connection reset by peer")
         def test_b(): assert True
     """)  # fmt: skip
-    outcome = repository.run("--suite", "stage-a-cpu")
+    outcome = repository.run("--suite", "stage-a-cpu", **EVERY_PLUGIN)
     assert outcome.code == 0
     test = outcome.tests()["test_flaky.py"]
     assert test["outcome"] == "flaky"
