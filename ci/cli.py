@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return ExitCode.OK if arguments else ExitCode.CONFIG
     if arguments[0] in ("-V", "--version"):
-        from ci import __version__
+        import ci
 
-        print(f"{PROGRAM} {__version__}")
+        print(f"{PROGRAM} {ci.__version__}")
         return ExitCode.OK
     name = arguments[0]
     if name not in COMMANDS:
