@@ -45,6 +45,9 @@ class DataConfig(StrictModel):
     # Tokens of one micro-batch on one context-parallel rank.
     max_tokens_per_gpu: int = Field(default=8192, ge=1)
     balance: Literal["none", "tokens", "flops"] = "tokens"
+    # Rollouts of one optimizer step; null: all of a training step. Fewer make several steps on one rollout.
+    global_batch_size: int | None = Field(default=None, ge=1)
+    # What becomes of rollouts that do not fill the last optimizer step.
     partial_step: Literal["drop", "train"] = "drop"
     layout: Literal["bshd", "thd"] = "thd"
 
@@ -52,6 +55,11 @@ class DataConfig(StrictModel):
     def _task_has_its_options(self) -> DataConfig:
         if self.task == "jsonl" and self.jsonl is None:
             raise ValueError("data.task is jsonl but data.jsonl.path is not set; name the file of prompts")
+        if self.partial_step == "train" and self.global_batch_size is None:
+            raise ValueError(
+                "data.partial_step has no effect while data.global_batch_size is null: every rollout is trained; set "
+                "global_batch_size, or remove it"
+            )
         for name in ("copy_digits", "reasoning_gym", "jsonl"):
             if self.task != name and getattr(self, name) != DataConfig.model_fields[name].get_default():
                 raise ValueError(f"data.{name} has no effect with data.task {self.task}; set data.task to {name}")

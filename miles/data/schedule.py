@@ -90,15 +90,16 @@ def build_dp_schedule(
     costs = _costs(sizes, config)
     scheduled = [_schedule_step(members, sizes, costs, config) for members in steps]
     used = [sizes[i] for members in steps for i in members]
-    loads = [float(sum(costs[i] for b in rank for i in b)) for step in scheduled for rank in step.ranks]
-    mean = sum(loads) / len(loads) if loads else 0.0
+    # Ranks wait for each other at every step: the busiest ones' sum over the sum of means.
+    loads = [[float(sum(costs[i] for b in rank for i in b)) for rank in step.ranks] for step in scheduled]
+    mean = sum(sum(load) / len(load) for load in loads)
     held = sum(padded_tokens(b, sizes, config.layout) for step in scheduled for rank in step.ranks for b in rank)
     metrics = {
         "data/dropped_rollouts": float(dropped_rollouts),
         "data/oversized_samples": float(sum(length > config.capacity for length in used)),
         "data/dummy_micro_batches": float(sum(not b for step in scheduled for rank in step.ranks for b in rank)),
         "data/padding_share": 1.0 - sum(used) / held if held else 0.0,
-        "data/balance_max_over_mean": max(loads) / mean if mean > 0 else 1.0,
+        "data/balance_max_over_mean": sum(map(max, loads)) / mean if mean > 0 else 1.0,
     }
     return DPSchedule(tuple(scheduled), dropped_rollouts, tuple(dropped), metrics)
 

@@ -86,28 +86,35 @@ class TrainWorker:
         gc.collect()
         gc.freeze()
 
-    def advance(self, batch: RankBatch, version: int, bundle: Bundle | None = None) -> dict[str, Any]:
-        """One optimizer step, then the new weights to every engine as `version`; collective.
+    def advance(self, batches: Sequence[RankBatch], version: int, bundle: Bundle | None = None) -> dict[str, Any]:
+        """One optimizer step for each batch, then the new weights to every engine as `version`; collective.
 
-        A step that changed nothing (`train/step_skipped`) sends nothing. With `bundle`, the step is recorded for
-        `miles replay`. Returns the step's metrics with `time/train` and `time/sync`, and the engines' states (on the
-        sending rank).
+        Steps that changed nothing (`train/step_skipped`) send nothing. With `bundle`, the steps are recorded for
+        `miles replay`. Returns the steps' merged metrics with `time/train` and `time/sync`, and the engines' states
+        (on the sending rank).
         """
+        from miles.train.steps import merge_steps
+
         start = time.perf_counter()
+        steps = [self._step(batch, version, number, bundle) for number, batch in enumerate(batches)]
+        metrics = merge_steps(steps)
+        trained = time.perf_counter()
+        engines = None if metrics["train/step_skipped"] else self.push(version)
+        metrics |= {"time/train": trained - start, "time/sync": time.perf_counter() - trained}
+        return {"metrics": metrics, "engines": engines}
+
+    def _step(self, batch: RankBatch, version: int, number: int, bundle: Bundle | None) -> dict[str, float]:
         if bundle is None:
             metrics = self._backend.step(batch)
         else:
             from miles.train.replay import record_step
 
-            metrics = record_step(
-                self._backend, batch, bundle.folder, step=bundle.step, manifest=self._manifest(version - 1)
-            )
+            # The first step of a rollout lies where its number says, later ones in a folder of their own.
+            root = bundle.folder / f"optimizer_step_{number}" if number else bundle.folder
+            metrics = record_step(self._backend, batch, root, step=bundle.step, manifest=self._manifest(version - 1))
         if not metrics["train/step_skipped"]:
             self._hook.after_step(len(batch.micro_batches))
-        trained = time.perf_counter()
-        engines = None if metrics["train/step_skipped"] else self.push(version)
-        metrics |= {"time/train": trained - start, "time/sync": time.perf_counter() - trained}
-        return {"metrics": metrics, "engines": engines}
+        return metrics
 
     def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
         """Log-probs of each sample's response under the current weights; collective."""

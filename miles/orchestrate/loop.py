@@ -75,7 +75,7 @@ class TrainingLoop:
         }
 
     async def train(self, step: int, samples: list[Sample]) -> dict[str, float]:
-        """Advantages and schedule here, then the optimizer step and the weight sync on every rank."""
+        """Advantages and schedule here, then the optimizer steps and the weight sync on every rank."""
         recipe = self.recipe
         await self.score_for(recipe.algo, samples)
         prepared = prepare_steps(
@@ -86,11 +86,17 @@ class TrainingLoop:
             pad_multiple=self.pad_multiple,
             use_support=self.use_support,
         )
-        if len(prepared.steps) != 1:
-            raise RunError(f"{len(prepared.steps)} optimizer steps were prepared for one rollout; expected 1")
-        batch, version = prepared.steps[0], self.version + 1
+        if not prepared.steps:
+            raise RunError(
+                f"{len(samples)} samples made no whole optimizer step; lower data.global_batch_size, or set "
+                "data.partial_step=train"
+            )
+        version = self.version + 1
         bundle = Bundle(self.folder.replay, step) if step in recipe.run.replay_steps else None
-        arguments = [(batch.for_rank(dp_rank), version, bundle) for dp_rank in self.fleet.dp_ranks]
+        arguments = [
+            (tuple(batch.for_rank(dp_rank) for batch in prepared.steps), version, bundle)
+            for dp_rank in self.fleet.dp_ranks
+        ]
         more = self.source.ahead(version) if step + 1 < recipe.run.steps else asyncio.sleep(0)
         results, _ = await asyncio.gather(self.fleet.on_workers("advance", arguments), more)
         result = results[0]
@@ -101,11 +107,12 @@ class TrainingLoop:
             self.version = version
             await self.source.advance(version)
             recipe.quant.check_gates(result["metrics"])
-        return {**prepared.metrics, **batch.metrics, **result["metrics"]}
+        return {**prepared.metrics, **result["metrics"]}
 
     async def score_for(self, algo: AlgoConfig, samples: list[Sample]) -> None:
         """Write into the samples what the algorithm needs beside what the engine gave."""
-        if algo.needs_old_log_probs:
+        # After the first of several optimizer steps the policy is no longer the one that the ratio is taken to.
+        if algo.needs_old_log_probs or (self.recipe.several_steps and not algo.correction.bypass):
             await self.score(samples, "log_probs", "old_log_probs")
         if algo.needs_reference_support:
             for sample, scores in zip(samples, await self.scores(samples, "reference_support"), strict=True):
@@ -155,6 +162,7 @@ class TrainingLoop:
             layout=data.layout,
             partial_step=data.partial_step,
             flops=self.flops,
+            global_batch_size=data.global_batch_size,
         )
 
     async def save(self, step: int) -> None:

@@ -118,6 +118,17 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         )
         fix = "set algo.correction.bypass=true (clip against the rollout's log-probs) or algo.correction.mode=truncate"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
+    if recipe.algo.opsm is not None and not (recipe.several_steps or correction.bypass):
+        message = (
+            "algo.opsm compares the policy before the step with the current one, which is the same policy when a "
+            "rollout is trained in one optimizer step"
+        )
+        fix = "set data.global_batch_size below the step's rollouts, or algo.correction.bypass=true, or remove opsm"
+        yield Finding("ROLLOUT-MODE", "error", message, fix)
+    if recipe.algo.loss == "sft":
+        message = "algo.loss sft repeats every answer whatever its reward, and the loop's answers are the policy's own"
+        fix = "use algo.loss=ppo_clip; supervised data goes through miles.algos.estimate.prepare_steps"
+        yield Finding("ROLLOUT-MODE", "error", message, fix)
     if engine.engine != "embedded":
         message = f"engine.engine {engine.engine} cannot be started by the loop yet"
         yield Finding("ROLLOUT-MODE", "error", message, "use engine.engine=embedded")

@@ -47,7 +47,19 @@ class Recipe(StrictModel):
                 "run.evaluate_prompts asks for held-out prompts but data.held_out_fraction is 0; "
                 "set it above 0, or run.evaluate_prompts to 0"
             )
+        rollouts = self.rollout.batch_groups * self.rollout.group_size
+        if self.data.global_batch_size is not None and self.data.global_batch_size > rollouts:
+            raise ValueError(
+                f"data.global_batch_size is {self.data.global_batch_size}, but a step has rollout.batch_groups x "
+                f"rollout.group_size = {rollouts} rollouts; lower it, or raise those"
+            )
         return self
+
+    @property
+    def several_steps(self) -> bool:
+        """One rollout is trained in more than one optimizer step."""
+        rollouts = self.rollout.batch_groups * self.rollout.group_size
+        return self.data.global_batch_size is not None and self.data.global_batch_size < rollouts
 
 
 def canonical_json(recipe: Recipe) -> str:

@@ -105,6 +105,14 @@ def test_inactive_samples_keep_their_place_in_a_step_but_get_no_micro_batch():
     assert schedule.steps[1].ranks == (((),),)
 
 
+def test_balance_is_judged_within_each_step():
+    lengths = [8, 8, 2, 2, 6, 2]
+    alone = build_dp_schedule(lengths, range(6), ScheduleConfig(global_batch_size=2))
+    assert alone.metrics["data/balance_max_over_mean"] == 1.0
+    two = build_dp_schedule(lengths, range(6), ScheduleConfig(global_batch_size=2, data_parallel=2))
+    assert two.metrics["data/balance_max_over_mean"] == pytest.approx((8 + 2 + 6) / (8 + 2 + 4))
+
+
 def test_dropped_rollouts_are_counted():
     schedule = build_dp_schedule([1] * 5, [0, 0, 1, 2, 3], ScheduleConfig(global_batch_size=3))
     assert schedule.dropped_rollouts == schedule.metrics["data/dropped_rollouts"] == 1

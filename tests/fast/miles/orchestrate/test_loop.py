@@ -98,7 +98,7 @@ def test_each_step_trains_the_next_version_and_every_rank_gets_its_own_batch(mak
     assert events[:5] == [
         ("start", 0),
         ("collect", 0),
-        ("advance", 1, ["batch of rank 0", "batch of rank 1"]),
+        ("advance", 1, [("batch of rank 0",), ("batch of rank 1",)]),
         ("ahead", 1),
         ("advance-source", 1),
     ]

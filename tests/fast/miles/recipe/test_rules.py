@@ -106,6 +106,8 @@ def test_rule_stops_its_failing_fixture_with_a_fix(rule_id: str) -> None:
 def test_teacher_and_foreign_engine_are_refused_by_name() -> None:
     (teacher,) = findings("TEACHER", (recipe(algo={"opd_coef": 0.5}), facts()))
     assert "algo.opd_coef" in teacher.message
+    (supervised,) = findings("ROLLOUT-MODE", (recipe(algo={"loss": "sft"}), facts()))
+    assert "whatever its reward" in supervised.message
     (engine,) = findings("ROLLOUT-MODE", (recipe(engine={"engine": "sglang"}), facts()))
     assert engine.fix == "use engine.engine=embedded"
 
@@ -114,6 +116,22 @@ def test_exact_kl_without_scores_on_the_support_is_refused() -> None:
     case = recipe(algo={**EXACT_KL, "support_log_probs": "off"}, rollout={"top_p": 0.9})
     (found,) = findings("SUPPORT", (case, facts()))
     assert "algo.support_log_probs is off" in found.message
+
+
+def test_opsm_needs_a_policy_that_moved() -> None:
+    algo = {"opsm": {"delta": 0.1}}
+    (found,) = findings("ROLLOUT-MODE", (recipe(algo=algo), facts()))
+    assert "data.global_batch_size" in found.fix
+    assert findings("ROLLOUT-MODE", (recipe(algo=algo, data={"global_batch_size": 64}), facts())) == []
+    assert findings("ROLLOUT-MODE", (recipe(algo={**algo, "correction": {"bypass": True}}), facts())) == []
+
+
+def test_a_global_batch_larger_than_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"global_batch_size is 257, but a step has .* = 256 rollouts"):
+        recipe(data={"global_batch_size": 257})
+    with pytest.raises(ValueError, match=r"data\.partial_step has no effect"):
+        recipe(data={"partial_step": "train"})
+    assert not recipe(data={"global_batch_size": 256}).several_steps
 
 
 def test_quantised_training_needs_experts_and_written_options() -> None:
