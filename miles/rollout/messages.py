@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -117,10 +117,10 @@ def read_replies(
     ends = np.cumsum(counts).tolist()
     log_probs, tokens = _flat_arrays(pairs, requests, ends, vocab_size, engine)
     versions, spans = _all_versions(metas, counts, requests, engine)
+    masks = _masks(metas, requests, tokens, counts, vocab_size, engine)
     results = []
     start = 0
-    for meta, request, end, version, runs in zip(metas, requests, ends, versions, spans, strict=True):
-        mask = _mask(meta, request, tokens[start:end], vocab_size, engine) if request.return_sampling_mask else None
+    for meta, request, end, version, runs, mask in zip(metas, requests, ends, versions, spans, masks, strict=True):
         results.append(
             GenerateResult(
                 rid=request.rid,
@@ -235,6 +235,53 @@ def _version_runs(spans: Any, count: int, request: GenerateRequest, engine: str)
     return array
 
 
+def _masks(
+    metas: Sequence[Mapping[str, Any]],
+    requests: Sequence[GenerateRequest],
+    tokens: np.ndarray,
+    counts: Sequence[int],
+    vocab_size: int,
+    engine: str,
+) -> list[RolloutSamplingMask | None]:
+    """Each request's mask, or None where none was asked for. Well-formed replies are checked all at once."""
+    if not all(request.return_sampling_mask for request in requests):
+        ends = np.cumsum(counts).tolist()
+        return [
+            _mask(meta, request, tokens[end - n : end], vocab_size, engine) if request.return_sampling_mask else None
+            for meta, request, end, n in zip(metas, requests, ends, counts, strict=True)
+        ]
+    try:
+        whole = _joined_mask([meta["output_sampling_mask"] for meta in metas], counts, vocab_size)
+        whole.require_tokens(tokens)
+    except (KeyError, TypeError, ValueError, IndexError):
+        ends = np.cumsum(counts).tolist()
+        # One reply is wrong: reading them one by one names it.
+        return [
+            _mask(meta, request, tokens[end - n : end], vocab_size, engine)
+            for meta, request, end, n in zip(metas, requests, ends, counts, strict=True)
+        ]
+    bounds = np.cumsum([0, *counts]).tolist()
+    return [whole.select(range(a, b)) for a, b in pairwise(bounds)]
+
+
+def _joined_mask(wires: Sequence[Mapping[str, Any]], counts: Sequence[int], vocab_size: int) -> RolloutSamplingMask:
+    """All rows in one mask. `ValueError` when a reply's offsets do not fit its own ids or tokens."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    offsets = [0]
+    for wire, count in zip(wires, counts, strict=True):
+        own, base = wire["offsets"], len(ids)
+        if len(own) != count + 1 or own[0] != 0 or own[-1] != len(wire["ids"]):
+            raise ValueError("offsets do not fit")
+        ids += wire["ids"]
+        logprobs += wire.get("logprobs", ())
+        offsets += [base + at for at in own[1:]]
+    # A reply without log-probs beside others that have them does not fit, and is named by the caller.
+    return RolloutSamplingMask(
+        np.array(ids, dtype=None if ids else np.int64), np.array(offsets), vocab_size, logprobs or None
+    )
+
+
 def _mask(
     meta: Mapping[str, Any], request: GenerateRequest, tokens: np.ndarray, vocab_size: int, engine: str
 ) -> RolloutSamplingMask:
@@ -242,7 +289,7 @@ def _mask(
     if not isinstance(wire, dict):
         _refuse(engine, request.rid, "the reply has no output_sampling_mask although it was asked for")
     try:
-        ids = np.array(wire["ids"], dtype=np.int64)
+        ids = np.array(wire["ids"], dtype=None if wire["ids"] else np.int64)
         mask = RolloutSamplingMask(ids, np.array(wire["offsets"], dtype=np.int64), vocab_size, wire.get("logprobs"))
         mask.require_tokens(tokens)
     except (KeyError, TypeError, ValueError) as error:

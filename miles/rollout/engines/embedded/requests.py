@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -286,8 +286,10 @@ def reply_for(request: EngineRequest, output: Output) -> dict[str, Any]:
 
 def _mask_wire(support: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """CSR: `ids` and renormalised `logprobs` flat, `offsets` with one more entry than tokens."""
+    if not support:
+        return {"ids": [], "logprobs": [], "offsets": [0]}
     return {
-        "ids": [int(i) for ids, _ in support for i in ids.tolist()],
-        "logprobs": [float(p) for _, values in support for p in values.tolist()],
-        "offsets": np.cumsum([0, *(len(ids) for ids, _ in support)]).tolist(),
+        "ids": np.concatenate([ids for ids, _ in support]).tolist(),
+        "logprobs": np.concatenate([values for _, values in support]).tolist(),
+        "offsets": [0, *accumulate(len(ids) for ids, _ in support)],
     }

@@ -94,6 +94,11 @@ def test_a_broken_reply_is_refused(change, named):
         {"ids": [3, 2], "offsets": [0, 1, 2], "logprobs": [0.0, 0.0]},
         {"ids": [3, 1], "offsets": [0, 1, 2], "logprobs": [-1.0, 0.0]},
         {"ids": [3, 3, 1], "offsets": [0, 2, 3]},
+        {"ids": [3.0, 1.0], "offsets": [0, 1, 2]},
+        {"ids": [3, 1], "offsets": [0, 1, 2, 2]},
+        {"ids": [3, 1, 5], "offsets": [0, 1, 2]},
+        {"ids": [3, 1], "offsets": [1, 1, 2]},
+        {"ids": [3, 1], "offsets": []},
     ],
 )
 def test_a_broken_sampling_mask_is_refused(mask):
@@ -104,6 +109,26 @@ def test_a_broken_sampling_mask_is_refused(mask):
         read(reply, request)
     reply["meta_info"]["output_sampling_mask"] = {"ids": [3, 1], "offsets": [0, 1, 2], "logprobs": [0.0, 0.0]}
     assert read(reply, request).support_log_probs.tolist() == [0.0, 0.0]
+
+
+def test_one_broken_mask_among_others_is_named():
+    good = {"ids": [3, 1], "offsets": [0, 1, 2], "logprobs": [0.0, 0.0]}
+    wanted = {f: getattr(REQUEST, f) for f in REQUEST.__slots__} | {"return_sampling_mask": True}
+    requests, replies = [], []
+    for number in range(3):
+        requests.append(GenerateRequest(**{**wanted, "rid": f"r{number}"}))
+        reply = copy.deepcopy(GOOD)
+        reply["meta_info"] |= {"id": f"r{number}", "output_sampling_mask": copy.deepcopy(good)}
+        replies.append(reply)
+    masks = [r.sampling_mask for r in read_replies(replies, requests, vocab_size=8, engine="e")]
+    assert [mask.ids.tolist() for mask in masks] == [[3, 1]] * 3
+    replies[2]["meta_info"]["output_sampling_mask"].pop("logprobs")
+    mixed = read_replies(replies, requests, vocab_size=8, engine="e")
+    assert [r.sampling_mask.logprobs is None for r in mixed] == [False, False, True]
+    # Offsets that would fit if they were read across the replies' borders.
+    replies[0]["meta_info"]["output_sampling_mask"]["offsets"] = [0, 1, 3]
+    with pytest.raises(EngineReplyError, match=r"request r0: output_sampling_mask: .*last offset is 3"):
+        read_replies(replies, requests, vocab_size=8, engine="e")
 
 
 def test_mixed_batches_name_the_request_at_fault():
