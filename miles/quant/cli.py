@@ -5,11 +5,14 @@ Torch is imported by the commands, not here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+INTERRUPTED = 130
 
 convert_app = typer.Typer(name="convert", help="Convert checkpoints between number formats.", no_args_is_help=True)
 
@@ -58,7 +61,13 @@ ErrorOpt = Annotated[ErrorSum, typer.Option("--error-mode", help="How a block's 
 DecodeOpt = Annotated[Decode, typer.Option("--decode", help="Which decode the contract promises.")]
 
 
-def _say(report: dict, target: Path) -> None:
+def _run(convert: Callable[[], dict], target: Path) -> None:
+    """Convert and say what was done; Ctrl-C says how to go on."""
+    try:
+        report = convert()
+    except KeyboardInterrupt:
+        typer.echo("interrupted; finished shards are kept: run the same command with --resume", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     totals = report["totals"]
     lost = f"largest error {totals['max_abs_error']:.3g}"
     if totals["lossy_tiles"] is not None:
@@ -94,7 +103,7 @@ def mxfp4_to_fp8(
     """MXFP4 experts to FP8 with 128x128 power-of-two scales; proves per tile whether anything rounds."""
     from miles.quant.convert.mxfp4_to_fp8 import convert
 
-    _say(convert(source, target, on_loss=on_loss.value, resume=resume, device=device), target)
+    _run(lambda: convert(source, target, on_loss=on_loss.value, resume=resume, device=device), target)
 
 
 def _nvfp4_command(kind: Literal["bf16-to-nvfp4", "requantise"], text: str) -> None:
@@ -118,7 +127,7 @@ def _nvfp4_command(kind: Literal["bf16-to-nvfp4", "requantise"], text: str) -> N
 
         config = _config(four_over_six, e4m3_max, error_mode, fp16_domain, decode)
         edges = {"bf16_first_layers": bf16_first_layers, "bf16_last_layers": bf16_last_layers}
-        _say(convert(source, target, kind=kind, config=config, ignore=ignore, resume=resume, **edges), target)
+        _run(lambda: convert(source, target, kind=kind, config=config, ignore=ignore, resume=resume, **edges), target)
 
 
 _nvfp4_command("bf16-to-nvfp4", "Routed experts to NVFP4; gate and up share one tensor maximum.")
@@ -139,7 +148,7 @@ def bf16_to_fp8(
     """2-D projections to FP8 E4M3 with 128x128 scales."""
     from miles.quant.convert.bf16_to_fp8 import convert
 
-    _say(convert(source, target, scale=scale.value, scope=scope.value, ignore=ignore, resume=resume), target)
+    _run(lambda: convert(source, target, scale=scale.value, scope=scope.value, ignore=ignore, resume=resume), target)
 
 
 @convert_app.command("fp8-to-mxfp8")
@@ -147,7 +156,7 @@ def fp8_to_mxfp8(source: SourceArg, target: TargetArg, resume: ResumeOpt = False
     """FP8 with power-of-two 128x128 scales to MXFP8: exact."""
     from miles.quant.convert.fp8_to_mxfp8 import convert
 
-    _say(convert(source, target, resume=resume), target)
+    _run(lambda: convert(source, target, resume=resume), target)
 
 
 @convert_app.command("check")

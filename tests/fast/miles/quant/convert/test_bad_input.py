@@ -168,6 +168,15 @@ def test_a_full_disk_leaves_nothing_final_and_says_how_to_go_on(command: str, tm
     assert [p.name for p in target.iterdir()] == ["journal.jsonl"]
 
 
+def test_an_interrupt_says_how_to_go_on(miles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("miles.quant.convert.mxfp4_to_fp8.convert", interrupted)
+    code, error = miles("mxfp4-to-fp8", tmp_path, tmp_path / "out")
+    assert (code, "run the same command with --resume" in error) == (130, True)
+
+
 OPTIONS = {
     ("bf16-to-nvfp4", "--ignore", "re:("): ("--ignore: ignore entry 're:('", "no regular expression"),
     ("bf16-to-nvfp4", "--ignore", "model.layers.0"): ("--ignore model.layers.0: no tensor", "a prefix ending in a dot"),

@@ -197,6 +197,17 @@ def test_resume_with_other_options_or_another_source_is_refused(mxfp4_checkpoint
         convert(other, target, on_loss="report", resume=True)
 
 
+def test_resume_notices_other_weights_of_the_same_shapes(mxfp4_checkpoint, tmp_path: Path) -> None:
+    source, target = mxfp4_checkpoint(), tmp_path / "out"
+    convert(source, target)
+    (target / "COMPLETE").unlink()
+    changed = load_file(source / "model-0.safetensors")
+    next(t for t in changed.values() if t.dtype == torch.int8).zero_()
+    save_file(changed, source / "model-0.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=r"cannot resume, .*input"):
+        convert(source, target, resume=True)
+
+
 def test_the_command_line_says_what_it_did(mxfp4_checkpoint, tmp_path: Path) -> None:
     source = mxfp4_checkpoint(lossy=True)
     done = CliRunner().invoke(convert_app, ["mxfp4-to-fp8", str(source), str(tmp_path / "out"), "--on-loss", "report"])
