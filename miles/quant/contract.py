@@ -21,12 +21,11 @@ from miles.config import StrictModel
 from miles.config.files import write_atomic
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 from miles.quant.errors import ContractMismatch, QuantConfigError
-from miles.quant.headers import Header, read_headers, read_json
+from miles.quant.headers import Header, quantised_weights, read_headers, read_json
 from miles.quant.scope import Scope, is_shared_expert
 
 FILE = "quantization_contract.json"
 DIGEST_KEY = "quantization_contract_digest"
-SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2")
 MAKE_ONE = "Make one with `miles convert requantise`, or state its fields with `miles convert check --accept-legacy FIELDS.json`"
 Format = Literal["nvfp4", "mxfp4", "mxfp8", "fp8_block", "fp8_tensor", "mixed_fp8"]
 
@@ -168,51 +167,53 @@ def _names_that_differ(expected: QuantContract, found: QuantContract, field: str
 
 
 def check_rounding(
-    directory: Path, rounding: NVFP4QDQConfig, *, where: str, scope: Scope | None = None
+    directory: Path, rounding: NVFP4QDQConfig | None, *, where: str, scope: Scope | None = None
 ) -> QuantContract | None:
-    """At the start of fake QAT or of an engine: a checkpoint that has a contract must have this rounding and scope.
+    """At the start of a trainer or an engine: a checkpoint that has a contract must have this rounding and scope.
 
-    Returns the contract, or None for a plain checkpoint. Raises `ContractMismatch` naming field and both values, and
-    QuantConfigError for weights that are packed already: trainer and engine read unquantised ones.
+    `rounding` None: nothing is rounded. Returns the contract, or None for a plain checkpoint. Raises `ContractMismatch`
+    naming field and both values, and QuantConfigError for weights that are packed already: trainer and engine read
+    unquantised ones.
     """
     directory, scope = Path(directory), scope or Scope()
-    headers = read_headers(directory)
-    names = [name for header in headers.values() for name in header.tensors]
     if not (directory / FILE).exists():
-        _refuse_quantised_shared_experts(names, where=str(directory))
-        if packed := sorted(n for n in names if n.endswith(SCALES)):
-            raise QuantConfigError(f"{directory} holds quantised weights ({packed[0]}) but no {FILE}. {MAKE_ONE}")
+        if rounding is not None:
+            _refuse_quantised(directory)
         return None
     found = read(directory)
-    tensors = scope.select(names)
-    expected = nvfp4_contract(
-        rounding, tensors, source_digest="", producer={}, ignore=_used(scope, names), weights=found.weights
-    )
-    require_equal(expected, found, where=where)
     if found.weights == "stored":
         raise QuantConfigError(
-            f"{where}: the experts in {directory} are packed {found.format}, trainer and engine pack unquantised weights "
+            f"{where}: the weights in {directory} are packed {found.format}, trainer and engine pack unquantised weights "
             "themselves; give the checkpoint it was made from"
         )
+    if rounding is None:
+        raise ContractMismatch(
+            f"{where}: {directory} was trained with {found.format} rounding, this run has none; give quant and "
+            f"engine.nvfp4_experts the options of its {FILE}, or remove that file to go on without"
+        )
+    names = [name for header in read_headers(directory).values() for name in header.tensors]
+    unused = set(scope.ignore.unused(names))
+    ignore = [entry for entry in scope.ignore.compact() if entry not in unused]
+    require_equal(
+        nvfp4_contract(rounding, scope.select(names), source_digest="", producer={}, ignore=ignore), found, where=where
+    )
     return found
 
 
-def _used(scope: Scope, names: Sequence[str]) -> tuple[str, ...]:
-    unused = set(scope.ignore.unused(names))
-    return tuple(entry for entry in scope.ignore.compact() if entry not in unused)
+def _refuse_quantised(directory: Path) -> None:
+    headers = read_headers(directory)
+    _refuse_quantised_shared_experts(headers, (), where=str(directory))
+    if packed := quantised_weights(headers):
+        raise QuantConfigError(f"{directory} holds quantised weights ({packed[0]}) but no {FILE}. {MAKE_ONE}")
 
 
-def _refuse_quantised_shared_experts(names: Iterable[str], *, where: str) -> None:
+def _refuse_quantised_shared_experts(headers: Mapping[str, Header], listed: Iterable[str], *, where: str) -> None:
     """No trainer of ours rounds a shared expert, so outputs would differ."""
-    bad = sorted(n for n in names if n.endswith(SCALES) and is_shared_expert(n))
+    bad = [n for n in quantised_weights(headers) if is_shared_expert(n) and n not in set(listed)]
     if bad:
         raise QuantConfigError(
             f"{where}: shared experts are quantised ({', '.join(bad[:3])}); make the checkpoint again with `miles convert requantise`"
         )
-
-
-def _weight_of(scale: str) -> str:
-    return next((scale[: -len(s)] + ".weight" for s in SCALES if scale.endswith(s)), scale)
 
 
 def write(directory: Path, contract: QuantContract) -> str:
@@ -239,15 +240,14 @@ def read(directory: Path, *, legacy: Mapping[str, Any] | None = None) -> QuantCo
     directory = Path(directory)
     path, config = directory / FILE, directory / "config.json"
     headers = read_headers(directory)
-    names = [n for h in headers.values() for n in h.tensors]
     if not path.exists():
-        _refuse_quantised_shared_experts(names, where=str(directory))
+        _refuse_quantised_shared_experts(headers, (), where=str(directory))
         if legacy is None:
             raise QuantConfigError(f"{directory} has no {FILE}: it was not made by `miles convert`. {MAKE_ONE}")
         return _legacy(legacy)
     contract = parse(path.read_text(), where=path)
-    listed = set(contract.tensors) if contract.format != "nvfp4" else set()
-    _refuse_quantised_shared_experts((n for n in names if _weight_of(n) not in listed), where=str(directory))
+    listed = contract.tensors if contract.format != "nvfp4" else ()
+    _refuse_quantised_shared_experts(headers, listed, where=str(directory))
     quantization = read_json(config).get("quantization_config") if config.exists() else None
     places: dict[Path, str | None] = {
         directory / shard: header.metadata.get(DIGEST_KEY) for shard, header in headers.items()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from miles.quant.errors import ConversionError
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100 << 20
 DAMAGED = "copy or download the file again"
+SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", "_proj_scale", "_proj_scale_2")
+QUANTISED = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True)
@@ -115,3 +118,16 @@ def read_headers(directory: Path) -> dict[str, Header]:
     if weight_map is not None and (lost := sorted(n for n, s in weight_map.items() if places.get(n) != s)):
         raise ConversionError(f"{directory / INDEX}: not in the shard it names: {', '.join(lost[:5])}; {DAMAGED}")
     return headers
+
+
+def quantised_weights(headers: Mapping[str, Header]) -> list[str]:
+    """Weights stored in a quantised dtype, or that have a scale; in every naming that converters write."""
+    found = set()
+    for header in headers.values():
+        for name, entry in header.tensors.items():
+            scale = next((s for s in SCALES if name.endswith(s)), None)
+            if scale is not None:
+                found.add(name.removesuffix(scale) + (".weight" if scale.startswith(".") else "_proj"))
+            elif entry.dtype in QUANTISED and "scale" not in name.rpartition(".")[2]:
+                found.add(name)
+    return sorted(found)

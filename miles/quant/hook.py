@@ -46,10 +46,10 @@ class FakeQATHook:
         self.chunks: list[nn.Module] = []
         self._group = group
         self._allow_empty = allow_empty
-        if self.rounding is not None:
-            self._resolve_scope(model_dir)
+        if self.rounding is not None or model_dir is not None:
+            self._check_model(model_dir)
 
-    def _resolve_scope(self, model_dir: Path | None) -> None:
+    def _check_model(self, model_dir: Path | None) -> None:
         from miles.quant.contract import check_rounding
         from miles.quant.errors import QuantConfigError
         from miles.quant.headers import read_headers, read_json
@@ -61,11 +61,11 @@ class FakeQATHook:
                     "nvfp4 ignore and bf16 layers are names of a checkpoint: give FakeQATHook its model_dir"
                 )
             return
-        names = [name for header in read_headers(model_dir).values() for name in header.tensors]
         if options is not None:
+            names = [name for header in read_headers(model_dir).values() for name in header.tensors]
             self.scope = options.scope(names, read_json(model_dir / "config.json"))
-        assert self.rounding is not None
-        check_rounding(model_dir, self.rounding, where="start of fake quantisation", scope=self.scope)
+        where = "start of training" if self.rounding is None else "start of fake quantisation"
+        check_rounding(model_dir, self.rounding, where=where, scope=self.scope)
 
     @property
     def enabled(self) -> bool:

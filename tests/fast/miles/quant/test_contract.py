@@ -238,6 +238,35 @@ def test_fake_quantisation_refuses_a_checkpoint_of_another_scope(tmp_path: Path)
         FakeQATHook(QuantConfig(fake_qat="nvfp4", nvfp4=NVFP4Options(**options)), environ={}, model_dir=trained)
 
 
+def test_trainer_and_engine_without_rounding_refuse_a_model_that_was_trained_with_it(tmp_path: Path) -> None:
+    trained = masters(tmp_path / "trained")
+    with pytest.raises(
+        ContractMismatch, match=r"engine launch: .*trained with nvfp4 rounding, this run has none; give quant"
+    ):
+        contract.check_rounding(trained, None, where="engine launch")
+    with pytest.raises(ContractMismatch, match=r"start of training: .*or remove that file to go on without"):
+        FakeQATHook(QuantConfig(), environ={}, model_dir=trained)
+    (trained / contract.FILE).unlink()
+    assert not FakeQATHook(QuantConfig(), environ={}, model_dir=trained).enabled
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"a.mlp.experts.down_proj": torch.zeros(2, 4, 8, dtype=torch.uint8)},
+        {"a.mlp.experts.0.down_proj.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn)},
+        {
+            "a.mlp.experts.0.down_proj.weight": torch.zeros(4, 8),
+            "a.mlp.experts.0.down_proj.weight_scale": torch.ones(1),
+        },
+    ],
+)
+def test_quantised_weights_without_a_contract_are_known_by_dtype_or_scale(tensors: dict, tmp_path: Path) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(QuantConfigError, match=rf"holds quantised weights \({next(iter(tensors))}\) but no"):
+        contract.check_rounding(tmp_path, CONFIG, where="engine launch")
+
+
 def test_packed_weights_are_no_start_for_trainer_or_engine(stored: Path) -> None:
     with pytest.raises(QuantConfigError, match="are packed nvfp4, trainer and engine pack unquantised weights"):
         contract.check_rounding(stored, CONFIG, where="engine launch")
