@@ -96,9 +96,11 @@ def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
 
 def _packed_experts(config: Any, model: Any, model_dir: Path) -> Callable[[], object]:
     """What to call after the weights changed: pack the routed experts and compute with what they decode to."""
-    if config.nvfp4_experts is None:
-        return lambda: None
     from miles.quant.contract import check_rounding
+
+    if config.nvfp4_experts is None:
+        check_rounding(model_dir, None, where="start of the engine")
+        return lambda: None
     from miles.quant.packed import PackedExperts
     from miles.rollout.errors import EngineModelError
 
