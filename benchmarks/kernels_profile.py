@@ -37,6 +37,17 @@ METRICS = {
     "dram_write_bytes": "dram__bytes_write.sum",
     "registers": "launch__registers_per_thread",
 }
+# The launches of `launch_once`, in order.
+LAUNCHES = (
+    "nvfp4 maxima",
+    "nvfp4 standard, maxima given",
+    "nvfp4 4over6 exact MSE",
+    "nvfp4 4over6 exact MAE",
+    "mxfp4_to_fp8, 16 weights",
+    "log-probs: row statistics",
+    "log-probs: gradient",
+    "log-probs: fused with the policy loss",
+)
 KERNELS = "qdq_kernel|amax_kernel|strip_kernel|stats_kernel|gradient_kernel|fused_kernel"
 
 
@@ -95,11 +106,11 @@ def profile() -> list[dict]:
         )
     header, _units, *rows = csv.reader(lines)
     found = []
-    for row in rows:
+    for launch, row in zip(LAUNCHES, rows, strict=True):
         values = dict(zip(header, row, strict=True))
         counters = {name: float(values[metric].replace(",", "")) for name, metric in METRICS.items()}
         counters["us"] /= 1e3
-        found.append({"kernel": values["Kernel Name"], **counters, "limit": limit(counters)})
+        found.append({"launch": launch, "kernel": values["Kernel Name"], **counters, "limit": limit(counters)})
     return found
 
 
@@ -118,7 +129,7 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": torch.cuda.get_device_name(),
         "command": "python benchmarks/kernels_profile.py",
-        "order": "maxima, standard, 4over6 exact MSE, 4over6 exact MAE (8 weights 4096 x 6144 bf16), conversion (16 weights), row statistics, gradient, fused loss (8192 x 151936)",
+        "shapes": "8 weights 4096 x 6144 bf16 (nvfp4), 16 (mxfp4), logits 8192 x 151936 bf16",
         "kernels": profile(),
     }
     print(json.dumps(record, indent=1))

@@ -20,7 +20,7 @@ from ci.run import health, probe_child
 from ci.run.devices import host_devices, inherited, occupancy
 from ci.run.slots import DEFAULT_FOLDER, LeaseManager, Request
 
-register_cuda_ci(est_time=60, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["ci"])
+register_cuda_ci(est_time=30, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["ci"])
 
 ROOT = Path(__file__).resolve().parents[3]
 SUITE = "stage-b-1-gpu-h200"

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from ci.declare import register_cuda_ci
 from miles.algos.logprobs import vocab_parallel_scores
 
-register_cuda_ci(est_time=60, suite="stage-b-2-gpu-h200", hardware=["h200"], num_gpus=2, labels=["kernels"])
+register_cuda_ci(est_time=20, suite="stage-b-2-gpu-h200", hardware=["h200"], num_gpus=2, labels=["kernels"])
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 ROWS, VOCAB = 128, 151_936

@@ -10,7 +10,7 @@ from miles.algos.logprobs import vocab_parallel_scores
 from miles.kernels.logprobs import PolicyTerm, fused_policy_loss, scale_
 from miles.kernels.logprobs.reference import reference_fused_policy_loss
 
-register_cuda_ci(est_time=40, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
+register_cuda_ci(est_time=25, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SHAPES = [(1, 33), (7, 1000), (64, 32_000), (33, 151_936), (5, 151_939)]

@@ -8,7 +8,7 @@ import torch
 from ci.declare import register_cuda_ci
 from miles.kernels.mxfp4_to_fp8 import api, reference
 
-register_cuda_ci(est_time=40, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
+register_cuda_ci(est_time=10, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -15,7 +15,7 @@ from miles.kernels.nvfp4_qdq import api, reference
 from miles.kernels.nvfp4_qdq.arithmetic import quick_inverse_scale
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 
-register_cuda_ci(est_time=60, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
+register_cuda_ci(est_time=100, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SHAPES = [(1, 16), (3, 48), (31, 128), (128, 64), (257, 1040), (1024, 2048), (8, 256, 512)]

@@ -11,7 +11,7 @@ from miles.kernels.mxfp4_to_fp8 import reference as mxfp4_reference
 from miles.kernels.nvfp4_qdq import api, reference
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 
-register_cuda_ci(est_time=40, suite="stage-b-2-gpu-h200", hardware=["h200"], num_gpus=2, labels=["kernels"])
+register_cuda_ci(est_time=15, suite="stage-b-2-gpu-h200", hardware=["h200"], num_gpus=2, labels=["kernels"])
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

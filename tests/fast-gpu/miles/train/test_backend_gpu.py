@@ -7,7 +7,7 @@ import torch
 
 from ci.declare import register_cuda_ci
 
-register_cuda_ci(est_time=90, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["megatron"])
+register_cuda_ci(est_time=35, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["megatron"])
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -13,7 +13,7 @@ import torch
 
 from ci.declare import register_cuda_ci
 
-register_cuda_ci(est_time=120, suite="stage-b-2-gpu-h200", hardware=["h200"], num_gpus=2, labels=["megatron"])
+register_cuda_ci(est_time=40, suite="stage-b-2-gpu-h200", hardware=["h200"], num_gpus=2, labels=["megatron"])
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 

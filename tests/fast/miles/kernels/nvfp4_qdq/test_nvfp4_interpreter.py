@@ -36,6 +36,11 @@ def data(kind, shape, dtype):
         x = (torch.randint(-24, 25, shape, generator=g) * 0.5 + x.sign() * 1e-3).clamp(-12.001, 12.001)
     elif kind == "zeros":
         x = torch.tensor([0.0, -0.0]).repeat(x.numel() // 2).view(shape)
+    elif kind == "coarse":  # ties and near ties of the two 4over6 errors
+        x = torch.randint(-24, 25, shape, generator=g) * 0.5
+    elif kind == "outlier":  # most block scales are among the smallest
+        x = x * 2e-3
+        x.view(-1)[0] = 448.0
     elif kind == "max":
         x = torch.where(x > 1.5, torch.finfo(dtype).max / 1024, x)
     return x.to(dtype)
@@ -74,7 +79,7 @@ print(total)
     assert int(out) == 9 * (16 + 144 + 3968 + 8192)
 
 
-def test_lists_shared_maxima_views_and_extreme_maxima() -> None:
+def test_lists_shared_maxima_views_ties_and_extreme_maxima() -> None:
     run("""
 a, b = data("random", (31, 128), torch.bfloat16), data("boundary", (128, 64), torch.bfloat16)
 for config in (CONFIGS[0], CONFIGS[1], NVFP4QDQConfig(decode="stored")):
@@ -89,6 +94,13 @@ view[(view & 0x7F80) == 0x7F80] = 0
 w = view.view(torch.bfloat16)
 stored = NVFP4QDQConfig(decode="stored")
 assert differing(api.qdq_nvfp4([w], stored), [w], stored) == 0
+for kind in ("coarse", "outlier"):
+    w = data(kind, (16, 64), torch.bfloat16)
+    for config in (CONFIGS[1], CONFIGS[3], CONFIGS[4]):
+        for factor in (1.0, 0.25):  # a smaller maximum saturates
+            amax = api.amax_nvfp4([w]) * factor
+            got = api.qdq_nvfp4([w], config, amax)[0]
+            assert torch.equal(got.view(torch.int16), reference.qdq(w, config, amax[0]).view(torch.int16)), (kind, config)
 for scale in (1e-30, 1e30):
     w = (torch.randn(8, 32) * scale).to(torch.bfloat16)
     for config in (CONFIGS[1], CONFIGS[4]):
