@@ -195,7 +195,9 @@ def check_rounding(
     unused = set(scope.ignore.unused(names))
     ignore = [entry for entry in scope.ignore.compact() if entry not in unused]
     require_equal(
-        nvfp4_contract(rounding, scope.select(names), source_digest="", producer={}, ignore=ignore), found, where=where
+        nvfp4_contract(rounding, scope.select(names), source_digest="", producer={}, ignore=ignore),
+        found,
+        where=f"{where}: {directory}",
     )
     return found
 

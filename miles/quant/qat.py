@@ -18,7 +18,8 @@ from torch import nn
 
 from miles.kernels.nvfp4_qdq import reference
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
-from miles.quant.errors import QATHookMissing, QuantConfigError
+from miles.quant.codecs import nvfp4
+from miles.quant.errors import QATHookMissing, QuantConfigError, QuantError
 from miles.quant.scope import Ignore, Scope, gate_up_partner
 
 BLOCK = 16
@@ -42,33 +43,47 @@ def shared_amax(
     weights: Sequence[torch.Tensor], slots: Sequence[int], group: torch.distributed.ProcessGroup | None = None
 ) -> torch.Tensor:
     """Max abs per slot, fp32 [slots], maximum over `group`: that of the whole tensor under expert tensor parallelism."""
-    if weights[0].is_cuda:
+    if _takes_kernel(weights):
         from miles.kernels.nvfp4_qdq.api import amax_nvfp4
 
         amax = amax_nvfp4([w.detach() for w in weights], shared=slots)
     else:
-        amax = torch.zeros(max(slots) + 1)
         flat = torch.cat([reference.tensor_amax(w.detach()).reshape(-1) for w in weights])
-        amax.scatter_reduce_(0, torch.tensor(slots), flat, "amax")
+        amax = flat.new_zeros(max(slots) + 1)
+        amax.scatter_reduce_(0, torch.tensor(slots, device=flat.device), flat, "amax")
     if group is not None and torch.distributed.get_world_size(group) > 1:
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
     return amax
 
 
+def _takes_kernel(weights: Sequence[torch.Tensor]) -> bool:
+    return weights[0].is_cuda and weights[0].dtype in (torch.bfloat16, torch.float16)
+
+
 def _quantise(
-    weights: Sequence[torch.Tensor], slots: Sequence[int], amax: torch.Tensor, config: NVFP4QDQConfig
+    weights: Sequence[torch.Tensor],
+    names: Sequence[str],
+    slots: Sequence[int],
+    amax: torch.Tensor,
+    config: NVFP4QDQConfig,
 ) -> list[torch.Tensor]:
-    """Quantised values: the Triton kernel on a GPU, the reference elsewhere (same bits)."""
+    """Quantised values: the Triton kernel for half precision on a GPU, the reference elsewhere (same bits).
+
+    The reference refuses a non-finite weight here, the kernel sets a flag that `assert_called` reads after the step.
+    """
     weights = [w.detach() for w in weights]
-    if weights[0].is_cuda:
+    if _takes_kernel(weights):
         from miles.kernels.nvfp4_qdq.api import qdq_nvfp4
 
         return qdq_nvfp4(weights, config, amax, shared=slots)
     out, first = [], 0
-    for w in weights:
+    for w, name in zip(weights, names, strict=True):
         groups = w.shape[0] if w.dim() == 3 else 1
-        a = amax[torch.tensor(slots[first : first + groups])]
-        out.append(reference.qdq(w, config, a if w.dim() == 3 else a[0]))
+        own = amax[torch.tensor(slots[first : first + groups], device=amax.device)]
+        try:
+            out.append(nvfp4.qdq(w, config, amax=own if w.dim() == 3 else own[0], name=name))
+        except ValueError as error:
+            raise QuantError(f"fake quantisation: {error}") from error
         first += groups
     return out
 
@@ -101,7 +116,8 @@ def maybe_fake_quantize(
     slots = list(range(_matrices(picked))) if slots is None else slots
     if amax is None:
         amax = shared_amax(picked, slots, group)
-    for i, w, q in zip(chosen, picked, _quantise(picked, slots, amax, config), strict=True):
+    quantised = _quantise(picked, [names[i] for i in chosen], slots, amax, config)
+    for i, w, q in zip(chosen, picked, quantised, strict=True):
         y = _StraightThrough.apply(w, q)
         if hasattr(w, "main_grad"):
             y.main_grad = w.main_grad
@@ -241,7 +257,10 @@ def reset_calls(model: nn.Module) -> None:
 
 
 def assert_called(model: nn.Module, micro_batches: int) -> None:
-    """After a step: every wrapped module ran its hook at least once a micro-batch. Resets the counters."""
+    """After a step: every wrapped module ran its hook at least once a micro-batch, on finite weights. Resets the counters.
+
+    Raises `QATHookMissing`, and QuantError when a kernel met NaN, an infinity, or a maximum too large for the decode.
+    """
     counts = calls(model)
     missing = [f"{name} ({count})" for name, count in counts.items() if count < micro_batches]
     reset_calls(model)
@@ -250,6 +269,13 @@ def assert_called(model: nn.Module, micro_batches: int) -> None:
             f"fake quantisation did not run for {len(missing)} of {len(counts)} modules in a step of {micro_batches} "
             f"micro-batches (calls in brackets): {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}"
         )
+    if any(_takes_kernel([getattr(h.module, p) for p in h.parameters]) for h in _state(model).hooks):
+        from miles.kernels.nvfp4_qdq.api import raise_if_flagged
+
+        try:
+            raise_if_flagged()
+        except ValueError as error:
+            raise QuantError(f"fake quantisation: {error}") from error
 
 
 def uninstall(model: nn.Module) -> None:

@@ -123,14 +123,14 @@ class Source:
         buffer = np.empty(stored.spec.nbytes, dtype=np.uint8)
         with open(self.directory / stored.shard, "rb") as f:
             f.seek(stored.offset)
-            if f.readinto(memoryview(buffer)) != stored.spec.nbytes:
+            if f.readinto(buffer.data) != stored.spec.nbytes:
                 raise ConversionError(f"{self.directory / stored.shard}: {name} is cut off; {DAMAGED}")
         return torch.from_numpy(buffer).view(DTYPES[stored.spec.dtype]).view(stored.spec.shape)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes, without a copy when it is contiguous."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 class ShardWriter:

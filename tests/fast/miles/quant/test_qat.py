@@ -15,7 +15,7 @@ from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 from miles.quant import qat
 from miles.quant.codecs import nvfp4
 from miles.quant.config import NVFP4Options, QuantConfig
-from miles.quant.errors import QATHookMissing, QuantConfigError
+from miles.quant.errors import QATHookMissing, QuantConfigError, QuantError
 from miles.quant.hook import FakeQATHook
 from miles.quant.packed import PackedExperts, pack_named
 from miles.quant.scope import Ignore
@@ -121,6 +121,30 @@ def test_too_few_calls_for_the_micro_batches_is_error() -> None:
 def test_a_model_that_was_never_hooked_is_error() -> None:
     with pytest.raises(QATHookMissing, match="never installed"):
         qat.assert_called(Model(), 1)
+
+
+@pytest.mark.parametrize(("bad", "text"), [(float("nan"), "nan"), (float("inf"), "inf")])
+def test_a_weight_that_is_not_finite_stops_the_step_with_its_name(bad: float, text: str) -> None:
+    model = Model()
+    qat.install(model, CONFIG)
+    model.mlp.experts[1].down_proj.weight.data[3, 7] = bad
+    with pytest.raises(QuantError, match=rf"mlp\.experts\.1\.down_proj\.weight: {text} at index \[3, 7\]"):
+        model(torch.randn(1, 32))
+
+
+def test_what_the_kernels_flagged_is_read_once_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from miles.kernels.nvfp4_qdq import api
+
+    def flagged() -> None:
+        raise ValueError("a weight holds NaN or infinity")
+
+    model = Model()
+    qat.install(model, CONFIG)
+    model(torch.randn(1, 32))
+    monkeypatch.setattr(qat, "_takes_kernel", lambda weights: True)
+    monkeypatch.setattr(api, "raise_if_flagged", flagged)
+    with pytest.raises(QuantError, match="fake quantisation: a weight holds NaN or infinity"):
+        qat.assert_called(model, 1)
 
 
 def test_names_found_equal_the_scope_and_ignored_ones_are_left_out() -> None:
