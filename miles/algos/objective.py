@@ -127,19 +127,34 @@ def check_finite(
     log_probs: torch.Tensor, old: torch.Tensor, batch: BatchTensors, config: AlgoConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Raise, or take the broken tokens out so that the backend can skip the step (`nonfinite_tokens` > 0)."""
-    finite = torch.isfinite(log_probs.detach()) & torch.isfinite(old) & torch.isfinite(batch.advantages)
+    read = _read_by_the_loss(log_probs, old, batch, config)
+    finite = torch.stack([torch.isfinite(value) for value in read.values()]).all(dim=0)
     broken = batch.mask & ~finite
     if config.nonfinite == "raise":
         if bool(broken.any()):
             at = int(broken.nonzero()[0])
             sample = batch.sample_ids[int(batch.sequence[at])]
+            values = ", ".join(f"{name} {float(value[at]):g}" for name, value in read.items())
             raise NonFiniteError(
-                f"sample {sample!r}, response index {int(batch.response_index[at])}: log-prob {float(log_probs.detach()[at]):g}, "
-                f"old log-prob {float(old[at]):g}, advantage {float(batch.advantages[at]):g}; lower the learning rate "
+                f"sample {sample!r}, response index {int(batch.response_index[at])}: {values}; lower the learning rate "
                 "or inspect the step with `miles replay`; algo.nonfinite=skip_step goes on without this step"
             )
         return log_probs, old, batch.mask, broken.sum()
     return masked(log_probs, finite), masked(old, finite), batch.mask & finite, broken.sum()
+
+
+def _read_by_the_loss(
+    log_probs: torch.Tensor, old: torch.Tensor, batch: BatchTensors, config: AlgoConfig
+) -> dict[str, torch.Tensor]:
+    """What enters this configuration's loss at each token, by the name that an error gives it."""
+    read = {"log-prob": log_probs.detach(), "old log-prob": old, "advantage": batch.advantages}
+    if config.correction.active and batch.rollout_log_probs is not None:
+        read["rollout log-prob"] = batch.rollout_log_probs
+    if config.kl.where == "loss" and batch.ref_log_probs is not None:
+        read["reference log-prob"] = batch.ref_log_probs
+    if config.opd_coef > 0.0 and batch.teacher_log_probs is not None:
+        read["teacher log-prob"] = batch.teacher_log_probs
+    return read
 
 
 def distilled_advantages(

@@ -127,7 +127,8 @@ class _Session:
         from miles.models.family import read_hf_config
         from miles.train.flops import flops_shape
 
-        return flops_shape(read_hf_config(self.model_dir), where=str(self.model_dir / "config.json"))
+        rope_kind, where = self.recipe.model.rope.type, str(self.model_dir / "config.json")
+        return flops_shape(read_hf_config(self.model_dir), rope_kind=rope_kind, where=where)
 
     def _resume(self, fleet: Fleet, source: OnPolicy | BoundedStaleness) -> tuple[int, int]:
         """(first step to run, weight version that the trainer holds)."""

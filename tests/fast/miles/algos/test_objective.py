@@ -185,6 +185,32 @@ def test_a_non_finite_active_token_raises_with_sample_and_index(make_samples, ba
         step_objective(log_probs.requires_grad_(True), batch, AlgoConfig())
 
 
+@pytest.mark.parametrize(
+    ("field", "config", "name"),
+    [
+        ("rollout_log_probs", {"correction": CorrectionConfig(mode="truncate")}, "rollout log-prob"),
+        ("ref_log_probs", {"kl": KLConfig(where="loss", estimator="k2", coef=0.1)}, "reference log-prob"),
+        ("teacher_log_probs", {"opd_coef": 0.5}, "teacher log-prob"),
+    ],
+)
+def test_a_non_finite_score_that_the_loss_reads_is_named_or_skips_the_step(make_samples, field, config, name):
+    samples = make_samples(3)
+    samples[2].loss_mask[:] = 1
+    getattr(samples[2], field)[0] = math.nan
+    batch = batches(samples, AlgoConfig())[0]
+    log_probs = batch.old_log_probs.clone().requires_grad_(True)
+    with pytest.raises(NonFiniteError, match=f"sample 's2', response index 0: .*{name} nan"):
+        step_objective(log_probs, batch, AlgoConfig(**config))
+    loss, sums = step_objective(log_probs, batch, AlgoConfig(nonfinite="skip_step", **config))
+    assert sums.nonfinite_tokens == 1
+    (grad,) = torch.autograd.grad(loss, log_probs)
+    assert torch.isfinite(grad).all()
+    # A score that nothing reads may be anything.
+    loss, sums = step_objective(log_probs, batch, AlgoConfig())
+    assert torch.isfinite(loss)
+    assert sums.nonfinite_tokens == 0
+
+
 def test_skip_step_reports_the_tokens_and_keeps_the_gradient_finite(make_samples):
     config = AlgoConfig(nonfinite="skip_step")
     batch = batches(make_samples(3), config)[0]
