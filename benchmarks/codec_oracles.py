@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from miles.kernels import formats as f
 from miles.kernels.nvfp4_qdq import reference
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
-from miles.quant.codecs import fp8_tensor, mxfp4, mxfp8
+from miles.quant.codecs import fp8_block, fp8_tensor, mxfp4, mxfp8
 
 CHUNK = 1 << 20
 CONFIGS = {
@@ -125,11 +125,25 @@ def elements(counts: Counts, x: torch.Tensor) -> None:
     mantissa, exponent = np.frexp(np.abs(x.numpy().astype(np.float64)))
     up = np.clip(np.where(mantissa == 0.5, exponent - 1, exponent) + 127, 0, 254)
     counts.add("e8m0 encode up, float64 frexp", f.e8m0_encode(x.abs()).numpy() != np.where(x.numpy() == 0, 0, up))
-    q, scale = fp8_tensor.quantize(x[:4096].clamp(-1e30, 1e30))
-    counts.add(
-        "fp8_tensor, torch",
-        q != (x[:4096].clamp(-1e30, 1e30) / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8),
-    )
+    fp8(counts, x.clamp(-1e30, 1e30).view(-1, 256))
+
+
+def fp8(counts: Counts, w: torch.Tensor) -> None:
+    """Scales by torch's pooling and numpy's frexp, codes by torch's cast."""
+    q, scale = fp8_tensor.quantize(w)
+    counts.add("fp8_tensor codes, torch", q != (w / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+    largest = torch.nn.functional.max_pool2d(w.abs()[None], 128)[0]
+    fp32 = largest.clamp_min(1e-10) / torch.tensor(448.0)
+    mantissa, exponent = np.frexp(fp32.numpy().astype(np.float64))
+    up = np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent)).astype(np.float32)
+    for kind, want in (("fp32", fp32), ("e8m0", torch.from_numpy(up))):
+        q, scale = fp8_block.quantize(w, scale=kind)
+        counts.add(f"fp8_block {kind} scales, torch", (f.e8m0_decode(scale) if kind == "e8m0" else scale) != want)
+        spread = torch.nn.functional.interpolate(want[None, None], scale_factor=128)[0, 0]
+        counts.add(
+            f"fp8_block {kind} codes, torch",
+            q != (w / spread).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8),
+        )
 
 
 def mx(counts: Counts, deviations: Counts, name: str, x: torch.Tensor) -> None:
@@ -222,7 +236,6 @@ def main() -> None:
     args = parser.parse_args()
     counts, deviations = Counts(), Counts()
     exhaustive(counts)
-    quantizer = load_transformer_engine(args.transformer_engine) if args.transformer_engine else None
     for x in values(args.values, args.seed):
         elements(counts, x)
     for name, top in (("mxfp8", 448.0), ("mxfp4", 6.0)):
@@ -230,9 +243,9 @@ def main() -> None:
             mx(counts, deviations, name, x)
     if args.transformer_engine:
         quantizer = load_transformer_engine(args.transformer_engine)
-        for i, x in enumerate(blocks(args.values, args.seed + 2, -24, 1, 6.0)):
-            for name in ("standard", list(CONFIGS)[1 + i % (len(CONFIGS) - 1)]):
-                transformer_engine(counts, deviations, quantizer, x, name, CONFIGS[name])
+        for x in blocks(args.values, args.seed + 2, -24, 1, 6.0):
+            for name, config in CONFIGS.items():
+                transformer_engine(counts, deviations, quantizer, x, name, config)
     different = sum(c["different"] for c in counts.values())
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -82,6 +83,23 @@ def test_golden_files_name_their_generator_seed_and_origin() -> None:
         assert metadata["generator"].endswith("generate.py")
         assert json.loads(metadata["versions"])["ml_dtypes"]
         assert metadata["origin"] == "numpy float32 with ml_dtypes casts"
+
+
+PINNED = {
+    "nvfp4": "260a5e743517a168",
+    "mxfp4": "a5655cc948f16b54",
+    "mxfp8": "2fe95f7ae103c1f5",
+    "fp8": "a43c725cdecdebca",
+}
+
+
+@pytest.mark.parametrize("name", list(PINNED))
+def test_golden_numbers_change_only_with_a_decision_record(name: str, golden) -> None:
+    digest = hashlib.sha256()
+    for key, tensor in sorted(golden(name).items()):
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    assert digest.hexdigest()[:16] == PINNED[name], "write docs/decisions/04NN, then pin the new digest here"
 
 
 def ramp_block() -> torch.Tensor:
