@@ -113,6 +113,10 @@ class EventWriter:
                 failure=getattr(report, "miles_ci", None),
             )
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Before the setup, so that whoever hangs or kills the process there is known by name."""
+        self.write(event="start", node=_plain_node(nodeid))
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         event: dict[str, Any] = {
             "event": "phase",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ci.run import pytest_process, results
 from ci.run.devices import with_visibility
 from ci.run.gates import GateKeeper
-from ci.run.outcome import Judgement, ProcessEvidence, odd_exit
+from ci.run.outcome import AGAIN, ALONE, Judgement, ProcessEvidence, odd_exit, second_chance
 from ci.run.shard import ShardRun, attempt_record, finish, not_run
 from ci.run.slots import Lease, LeaseManager, Request, lease_environment
 from ci.run.unit import MIN_TIMEOUT_S, TIMEOUT_FACTOR, RunUnit, start_order
@@ -45,14 +45,16 @@ class _CpuForm:
         self._shard, self._keeper, self._lease = shard, keeper, lease
         self._again: list[tuple[RunUnit, list[results.Attempt]]] = []
 
-    def first_attempt(self, units: Sequence[RunUnit], *, shared: bool) -> None:
+    def first_attempt(self, units: Sequence[RunUnit], *, shared: bool, turn: int = 1) -> None:
+        """`turn`: number of the shared process. One that hangs or dies does not take the innocent with it."""
         if self._shard.cancel.is_set() or self._shard.stop_reason:
             for unit in units:
                 self._shard.add(_skipped(unit, self._shard))
             return
         name = f"{self._shard.job.info.suite}-together" if shared else units[0].id
-        process, files = self._process(units, name, 1, shared=shared)
-        judged = [(unit, self._shard.judge(unit, process)) for unit in units]
+        process, files = self._process(units, name if turn == 1 else f"{name}-{turn}", 1, shared=shared)
+        again, alone = self._second_chances(units, process) if shared else ([], [])
+        judged = [(unit, self._shard.judge(unit, process)) for unit in units if unit not in (*again, *alone)]
         for _ in filter(lambda pair: pair[1].bad, judged):
             self._shard.count_failure()
         for unit, judgement in judged:
@@ -62,11 +64,34 @@ class _CpuForm:
             else:
                 self._finish(unit, judgement, attempts, process, files)
         if shared:
-            odd = odd_exit(process)
-            if odd is not None:
-                self._shard.note(f"the shared pytest process contradicts itself: {odd}")
-            for left in process.ended.leaked:
-                self._shard.note(f"leaked by the shared pytest process: pid {left.pid}: {left.command}")
+            self._note_shared(process, len(again) + len(alone))
+        for unit in alone:
+            self.first_attempt([unit], shared=False)
+        if again:
+            self.first_attempt(again, shared=True, turn=turn + 1)
+
+    def _second_chances(
+        self, units: Sequence[RunUnit], process: ProcessEvidence
+    ) -> tuple[list[RunUnit], list[RunUnit]]:
+        """Files for another shared process and for one of their own: when somebody is to blame and time is left."""
+        chances = {unit: second_chance(unit, process) for unit in units}
+        again = [unit for unit in units if chances[unit] == AGAIN]
+        alone = [unit for unit in units if chances[unit] == ALONE]
+        if len(again) == len(units) or self._shard.left_s() <= 2 * RESERVE_S or self._shard.cancel.is_set():
+            return [], []
+        return again, alone
+
+    def _note_shared(self, process: ProcessEvidence, repeated: int) -> None:
+        odd = odd_exit(process)
+        if odd is not None:
+            self._shard.note(f"the shared pytest process contradicts itself: {odd}")
+        for left in process.ended.leaked:
+            self._shard.note(f"leaked by the shared pytest process: pid {left.pid}: {left.command}")
+        if repeated:
+            why = "ran out of time" if process.ended.reason == "timeout" else "died"
+            self._shard.note(
+                f"the shared pytest process {why}; {repeated} file(s) ran again, so that only the guilty fail"
+            )
 
     def retry(self) -> None:
         """Second and last attempts, each file in a process of its own."""

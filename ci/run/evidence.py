@@ -144,6 +144,8 @@ def _apply(observed: Observed, event: dict[str, Any]) -> None:
                 evidence.collection_failures.append(failure)
         else:
             evidence.skipped_whole = event["text"]
+    elif kind == "start":
+        observed.file(event["node"]).items.setdefault(event["node"], Item(event["node"])).started = True
     elif kind == "phase":
         _apply_phase(observed.file(event["node"]), event)
     elif kind == "devices":

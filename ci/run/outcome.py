@@ -142,6 +142,28 @@ def _process_error(unit: RunUnit, process: ProcessEvidence) -> str | None:
     return disagreement_about(unit.path, ended.exit_code, process.junit, process.observed)
 
 
+AGAIN, ALONE = "again", "alone"
+
+
+def second_chance(unit: RunUnit, process: ProcessEvidence) -> str | None:
+    """What a file deserves whose shared process ran out of time or died: another shared process, one of its own, or
+    (None) the judgement as it is.
+
+    Out of time: whoever was running hangs; files that were only waiting have another turn. Died: several may have been
+    running and only a process of its own tells which one kills; what was complete has no second witness (JUnit).
+    """
+    ended = process.ended
+    died = ended.reason == "exited" and ended.exit_code not in _REPORTED
+    evidence = process.observed.files.get(unit.path, FileEvidence())
+    if evidence.failures() or not (died or ended.reason == "timeout"):
+        return None
+    unfinished = [item for item in evidence.items.values() if item.outcome is None]
+    if any(item.started for item in unfinished):
+        return ALONE if died else None
+    complete = bool(evidence.items or evidence.skipped_whole is not None) and not unfinished
+    return AGAIN if died or not complete else None
+
+
 def odd_exit(process: ProcessEvidence) -> str | None:
     """What to remember about a process whose exit code contradicts its reports, None where they agree."""
     if process.ended.reason != "exited" or process.ended.exit_code not in (OK, TESTS_FAILED):

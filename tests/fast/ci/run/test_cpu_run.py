@@ -87,6 +87,27 @@ def test_planned_file_that_is_not_in_the_checkout_fails_alone(repository):
     assert "does not exist in this checkout" in outcome.tests()["test_gone.py"]["message"]
 
 
+def test_file_that_kills_the_shared_process_does_not_take_the_others_with_it(repository):
+    repository.file("test_kills.py", """
+        import os, signal, time
+        def test_a():
+            time.sleep(1)  # what has started is known by then
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                os.kill(os.getppid(), signal.SIGSEGV)
+            os.kill(os.getpid(), signal.SIGSEGV)
+            time.sleep(60)
+            assert True
+    """)  # fmt: skip
+    for number in range(12):
+        repository.file(f"test_n{number}.py", "import time\ndef test_a():\n    time.sleep(0.4)\n    assert True\n")
+    outcome = repository.run("--suite", "stage-a-cpu")
+    assert outcome.code == 1
+    outcomes = outcome.outcomes()
+    assert outcomes.pop("test_kills.py") == "error"
+    assert set(outcomes.values()) == {"passed"}
+    assert any("process died; 13 file(s) ran again" in note for note in outcome.results()["notes"])
+
+
 def test_timeout_in_one_file_leaves_the_results_of_the_others(repository):
     source = """
         import time

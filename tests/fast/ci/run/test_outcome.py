@@ -119,6 +119,29 @@ def test_wrong_exit_code_of_a_session_that_did_not_end_is_an_error_of_every_file
     assert judge(seen, EXIT_0, JUnitCounts(2, 1, 0, 0, {"tests.fast.test_other": 1})).outcome == "error"
 
 
+@pytest.mark.parametrize(
+    ("entries", "out_of_time", "died"),
+    [
+        ([], "again", "again"),
+        ([collected("test_a")], "again", "again"),
+        ([collected("test_a", "test_b"), phase("test_a")], "again", "again"),
+        ([collected("test_a"), phase("test_a")], None, "again"),
+        ([collected("test_a", "test_b"), {"event": "start", "node": f"{PATH}::test_b"}], None, "alone"),
+        ([collected("test_a", "test_b"), phase("test_a"), phase("test_b", "setup")], None, "alone"),
+        ([collected("test_a", "test_b"), phase("test_a", result="failed", failure=failure())], None, None),
+    ],
+)
+def test_innocent_files_of_a_shared_process_that_ended_badly_run_again(tmp_path, entries, out_of_time, died):
+    seen = events(tmp_path, *entries)
+
+    def chance(ended: Ended) -> str | None:
+        return outcome.second_chance(UNIT, ProcessEvidence(ended, seen, None, ""))
+
+    assert chance(Ended("timeout", 9.0)) == out_of_time
+    assert chance(Ended("exited", 1.0, signal=11)) == chance(Ended("exited", 1.0, exit_code=3)) == died
+    assert chance(EXIT_0) is chance(EXIT_1) is chance(Ended("cancelled", 1.0)) is None
+
+
 def test_junit_class_belongs_to_the_longest_path(tmp_path):
     counts = JUnitCounts(3, 3, 0, 0, {"tests.a.test_b": 1, "tests.a.test_b.test_c.TestD": 2})
     assert counts.bad_by_file(["tests/a/test_b.py", "tests/a/test_b/test_c.py"]) == {
