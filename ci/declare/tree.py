@@ -16,6 +16,8 @@ from ci.declare.reader import MARKER, decode, defines_tests, read_source
 from ci.errors import Diagnostic
 
 TESTS = "tests"
+# A syntax tree takes about a hundred times the bytes of its source.
+MAX_PARSED_BYTES = 4 << 20
 # What pytest gives a meaning in a path, what separates parts of our own ids, and what no terminal shows.
 _BAD_IN_NAMES = frozenset("[]:|#\\")
 # Hidden folders and caches never hold test files; looking into them costs time on a large tree.
@@ -97,6 +99,9 @@ def is_test_file(path: str) -> bool:
 
 def _read_test_file(path: str, data: bytes, cache: ScanCache) -> FileScan:
     if MARKER in data:
+        if len(data) > MAX_PARSED_BYTES:
+            message = f"larger than {MAX_PARSED_BYTES >> 20} MiB, too large to be parsed; move its data to another file"
+            return FileScan(errors=(Diagnostic(path, 1, 1, "too-large", message),))
         key = _key(path, data)
         found = cache.get(key, path)
         if found is None:

@@ -95,6 +95,16 @@ def test_a_file_that_is_not_utf8_is_one_error_even_without_a_declaration(tmp_pat
     assert [item.path for item in found.declarations] == ["tests/fast/test_b.py"]
 
 
+def test_a_file_too_large_to_parse_is_one_error_and_costs_nothing(tmp_path: Path) -> None:
+    padding = "# " + "x" * (4 << 20) + "\n"
+    files = {"tests/fast/test_a.py": PLAIN, "tests/e2e/test_b.py": padding + cuda(), "tests/fast/test_c.py": padding}
+    write_tree(tmp_path, files)
+    found = scan_tree(tmp_path)
+    assert errors_of(found) == {"tests/e2e/test_b.py": ["too-large"]}
+    # Without a declaration nothing has to be parsed.
+    assert [item.path for item in found.declarations] == ["tests/fast/test_a.py", "tests/fast/test_c.py"]
+
+
 def test_one_broken_file_changes_nothing_for_the_others(tmp_path: Path) -> None:
     files = {f"tests/e2e/test_{index}.py": cuda() for index in range(5)}
     write_tree(tmp_path, files)
