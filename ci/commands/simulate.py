@@ -65,6 +65,9 @@ def _print(report: SimulationReport) -> None:
         )
         for pool in report.pools
     ]
+    if not rows:
+        print("the registry has no pools, so nothing waits (hosted CPU runners are not counted)")
+        return
     print_table(("pool", "runners", "jobs", "wait p50", "wait p95", "busy"), rows, right=(1, 2, 3, 4, 5))
     told = ", ".join(f"{cadence} {hours:.1f}" for cadence, hours in report.gpu_hours_per_week.items())
     print(f"GPU-hours per week: {told}")

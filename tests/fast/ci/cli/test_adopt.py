@@ -93,6 +93,26 @@ def test_every_command_of_the_page_works_in_another_project(project) -> None:
     assert "2 gpu" in outputs["miles-ci plan --labels run-ci-core --suite stage-b-8-gpu-a100"]
 
 
+def test_without_pools_there_is_nothing_to_simulate_and_it_is_said(project, tmp_path) -> None:
+    (tmp_path / "registry.yaml").write_bytes((project.root / "ci/fleet/first_registry.yaml").read_bytes())
+    done = project.call("-m", "ci", "simulate", "--root", str(tmp_path), "--hours", "2", "--seeds", "1")
+    assert "the registry has no pools, so nothing waits" in done.stdout
+
+
+def test_generated_workflows_of_another_project_are_proven(project) -> None:
+    made = project.shell("miles-ci generate")
+    assert made.returncode == 2
+    assert "images has no entry for cuda: add one" in made.stderr
+    registry = project.root / "registry.yaml"
+    image = "\nimages:\n  cuda: {repository: ghcr.io/acme/gpu, default_tag: latest, key_files: [docker/Dockerfile]}\n"
+    registry.write_text(registry.read_text(encoding="utf-8") + image, encoding="utf-8")
+    assert project.shell("miles-ci generate").returncode == 0
+    checked = project.shell("miles-ci lint --workflows")
+    assert checked.returncode == 0, checked.stdout
+    assert "own rules          0 findings" in checked.stdout
+    assert ", 0 violations" in checked.stdout
+
+
 def test_the_copy_of_the_harness_ran_and_not_ours(project) -> None:
     assert project.call("-c", "import ci; print(ci.__file__)").stdout.strip() == str(project.root / "ci/__init__.py")
     assert "has no miles" in project.call("-c", "import miles").stderr
