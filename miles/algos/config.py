@@ -122,6 +122,8 @@ class AlgoConfig(StrictModel):
     entropy_coef: float = Field(default=0.0, ge=0.0)
     # On-policy distillation: A -= opd_coef·(old - teacher log-probs).
     opd_coef: float = Field(default=0.0, ge=0.0)
+    # Hugging Face folder of the teacher; any supported family with the policy's tokenizer.
+    teacher: str | None = None
     correction: CorrectionConfig = CorrectionConfig()
     opsm: OPSMConfig | None = None
     reduction: Literal["rollout_mean", "token_mean", "fixed"] = "rollout_mean"
@@ -173,6 +175,7 @@ class AlgoConfig(StrictModel):
             ("value", self.advantage == "gae", "advantage=gae (it configures the critic)"),
             # The others learn from differences between groups too: equal rewards in a group are no reason to drop it.
             ("zero_variance", self.advantage not in ("gae", "reinforce_pp"), "an advantage within groups"),
+            ("teacher", self.opd_coef > 0.0, "opd_coef above 0"),
             ("opd_coef", rewarded, "a loss that uses advantages, which sft does not"),
             ("eps_clip", rewarded, "a loss that has a ratio, which sft has not"),
             ("eps_clip_high", rewarded, "a loss that has a ratio, which sft has not"),

@@ -32,6 +32,7 @@ _RATIOS = {
     "ppo_kl": ("train/ppo_kl", "tokens"),
     "ess": ("train/ess", "sequences"),
     "kl": ("train/kl", "kl_tokens"),
+    "teacher": ("train/teacher_kl", "teacher_tokens"),
     "abs_diff": ("mismatch/abs_diff_mean", "mismatch_tokens"),
     "k3": ("mismatch/k3", "mismatch_tokens"),
     "w": ("mismatch/w_mean", "mismatch_tokens"),
@@ -44,7 +45,16 @@ _LOSSES = {
     "kl_loss": "train/kl_loss",
     "value_loss": "train/value_loss",
 }
-_COUNTS = ("tokens", "entropy_tokens", "sequences", "kl_tokens", "mismatch_tokens", "correction_tokens", "mass_tokens")
+_COUNTS = (
+    "tokens",
+    "entropy_tokens",
+    "sequences",
+    "kl_tokens",
+    "teacher_tokens",
+    "mismatch_tokens",
+    "correction_tokens",
+    "mass_tokens",
+)
 _NAMES = (*_RATIOS, *_COUNTS, "nonfinite_tokens", *_LOSSES, *(f"has_{name}" for name in _LOSSES))
 _INDEX = {name: i for i, name in enumerate(_NAMES)}
 _BINS = 4001  # log-weights from -20 to 20, 0.01 apart
@@ -153,6 +163,8 @@ def objective_metrics(
         if value is not None:
             columns[name] = value.detach()
             columns[f"{name}_tokens"] = columns["tokens"]
+    if batch.teacher_log_probs is not None:
+        columns |= {"teacher": masked(old - batch.teacher_log_probs, mask), "teacher_tokens": columns["tokens"]}
     weights = policy.ratio
     if batch.rollout_log_probs is not None:
         difference = masked(old - batch.rollout_log_probs, mask)

@@ -124,6 +124,10 @@ class TrainWorker:
         """Log-probs under the frozen model that the run started from; collective."""
         return self._backend.reference_logprobs(batch)
 
+    def teacher_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Log-probs under the teacher; collective."""
+        return self._backend.teacher_logprobs(batch)
+
     def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
         """The frozen model's log-probs of every id of the samples' sampling masks; collective."""
         return self._backend.reference_support(batch)

@@ -120,6 +120,8 @@ class TrainingLoop:
                 sample.sampling_mask = sample.sampling_mask.with_reference(scores)
         elif algo.needs_reference:
             await self.score(samples, "reference_log_probs", "ref_log_probs")
+        if algo.needs_teacher:
+            await self.score(samples, "teacher_log_probs", "teacher_log_probs")
         if algo.needs_values:
             await self.score(samples, "values", "values")
 

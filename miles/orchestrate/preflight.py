@@ -25,6 +25,8 @@ def check_inputs(recipe: Recipe) -> None:
     """Raise `ConfigError` for a model folder that is not complete or an engine port that is taken."""
     if recipe.model.path is not None:
         check_model_files(Path(recipe.model.path))
+    if recipe.algo.teacher is not None:
+        check_model_files(Path(recipe.algo.teacher))
     check_port(recipe.engine)
 
 

@@ -92,9 +92,9 @@ def _sequence_fits(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
 def _teacher(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
-    if recipe.algo.needs_teacher:
-        message = "algo.opd_coef needs log-probs of a teacher model, which the loop does not run yet"
-        yield Finding("TEACHER", "error", message, "set algo.opd_coef to 0")
+    if recipe.algo.needs_teacher and recipe.algo.teacher is None:
+        message = "algo.opd_coef needs log-probs of a teacher, but algo.teacher names none"
+        yield Finding("TEACHER", "error", message, "set algo.teacher to a Hugging Face folder, or algo.opd_coef to 0")
 
 
 def _support(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -170,7 +170,7 @@ RULES: tuple[Rule, ...] = (
     Rule("FAMILY", "The recipe's family must be the one that the checkpoint states.", _family),
     Rule("PARALLEL", "Heads, KV groups, layers and experts must divide over the mesh.", _parallelism),
     Rule("SEQ-FIT", "Prompt and response must fit the model's positions.", _sequence_fits),
-    Rule("TEACHER", "Distillation needs scores that the loop does not have.", _teacher),
+    Rule("TEACHER", "Distillation needs a teacher's scores of the policy's answers.", _teacher),
     Rule("SUPPORT", "Exact KL is a sum over the sampler's support, so there must be one.", _support),
     Rule("ROLLOUT-MODE", "Only combinations that the loop drives may start.", _rollout_mode),
     Rule("DEVICES", "Every trainer rank on a GPU needs one.", _devices),

@@ -88,6 +88,9 @@ class Backend(Protocol):
     def reference_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
         """Like `logprobs`, under the policy the run started from; kept only when the algorithm needs it."""
 
+    def teacher_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Like `logprobs`, under the teacher's model; kept only when the algorithm distils."""
+
     def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 per id of each sample's sampling mask: log-probs under the start policy, normalised on the support."""
 

@@ -33,6 +33,7 @@ from miles.train.checkpoint import Manifest
 from miles.train.config import OptimizerConfig, TrainConfig
 from miles.train.errors import CheckpointError, TrainError
 from miles.train.megatron import mesh, platform, rng, state_files
+from miles.train.megatron.frozen import FrozenModels, ModelSource, frozen_sources
 from miles.train.megatron.inputs import ModelInput, to_inputs
 from miles.train.megatron.scoring import Scorer
 from miles.train.megatron.spec import choose_spec
@@ -77,6 +78,8 @@ class MegatronBackend:
             self.hf_config, rope_kind=rope_kind, where=str(self.model_dir / "config.json")
         )
         check_parallelism(config.parallel, self.model)
+        policy = ModelSource(self.model_dir, self.family, self.model)
+        self._frozen_sources = frozen_sources(algo, policy, config)
 
     def init(self) -> None:
         """Join the mesh and build the models and optimizers. Collective; weights are undefined until `load`."""
@@ -105,10 +108,7 @@ class MegatronBackend:
         if self.algo.needs_values:
             critic = critic_optimizer(self.config.optimizer, self.algo.value.lr)
             self.models["critic"] = TrainedModel(self.family, self.model, self.config, critic, *shared, head="value")
-        # The policy the run started from; it is not in checkpoints, because the model folder has it.
-        self.reference = (
-            ScoredModel(self.family, self.model, self.config, *shared) if self.algo.needs_reference else None
-        )
+        self.frozen = FrozenModels(self._frozen_sources, self.config, *shared)
         self.scorer = Scorer(self.mesh, self.algo, self.model.vocab_size, self.temperature)
 
     @property
@@ -121,7 +121,7 @@ class MegatronBackend:
         directory = Path(hf_dir) if hf_dir is not None else self.model_dir
         for trained in self.models.values():
             trained.load_hf(directory)
-        self._load_reference()
+        self.frozen.load()
 
     def step(self, batch: RankBatch) -> dict[str, float]:
         """One optimizer step. Metrics are global and equal on every rank; a batch without counted rollouts, or with
@@ -162,16 +162,16 @@ class MegatronBackend:
 
     def reference_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
         """Like `logprobs`, under the policy that the run started from (the model folder's weights)."""
-        if self.reference is None:
-            raise TrainError("there is no reference model: it is kept only when algo.kl.where is reward or loss")
-        return self._per_sample(batch, self.reference, self.scorer.log_probs)
+        return self._per_sample(batch, self.frozen["reference"], self.scorer.log_probs)
+
+    def teacher_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Like `logprobs`, under the model of `algo.teacher`."""
+        return self._per_sample(batch, self.frozen["teacher"], self.scorer.log_probs)
 
     def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 [ids of the sample's sampling mask]: their log-probs under the start policy, normalised on each
         token's support, ordered like `logprobs`."""
-        if self.reference is None:
-            raise TrainError("there is no reference model: it is kept only when algo.kl.where is reward or loss")
-        return self._per_sample(batch, self.reference, self.scorer.support_log_probs, per="support")
+        return self._per_sample(batch, self.frozen["reference"], self.scorer.support_log_probs, per="support")
 
     def values(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 [R]: the critic's value before each response token, ordered like `logprobs`."""
@@ -247,7 +247,7 @@ class MegatronBackend:
             reader = state_files.ShardReader(found.path, manifest, label, trained.bound)
             state_files.load_optimizer(reader, trained.optimizer, self.mesh, manifest.optimizer_steps[label])
             restored = reader.restore_rng(self.mesh)
-        self._load_reference()
+        self.frozen.load()
         return Resumed(dict(manifest.extra), manifest.step, found.path, found.skipped, restored)
 
     def sleep(self) -> None:
@@ -276,10 +276,6 @@ class MegatronBackend:
     def close(self) -> None:
         """Leave the mesh."""
         mesh.leave()
-
-    def _load_reference(self) -> None:
-        if self.reference is not None:
-            self.reference.load_hf(self.model_dir)
 
     def _bounded(self, what: str) -> AbstractContextManager[None]:
         return mesh.bounded(what, self.mesh.layout.rank, self.config.timeout_s)

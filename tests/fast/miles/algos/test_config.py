@@ -19,6 +19,7 @@ from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfi
         ({"loss": "sft", "opsm": OPSMConfig(delta=0.1)}, "sft uses no advantages"),
         ({"loss": "sft", "correction": CorrectionConfig(bypass=True)}, "sft uses no advantages"),
         ({"loss": "sft", "opd_coef": 0.1}, "algo.opd_coef has no effect here"),
+        ({"teacher": "models/large"}, "algo.teacher .* acts with opd_coef above 0"),
         ({"loss": "sft", "eps_clip_high": 0.3}, "algo.eps_clip_high has no effect here"),
         ({"advantage": "rloo", "normalize_std": False}, "algo.normalize_std .* acts with advantage=grpo"),
         ({"gamma": 0.9}, "algo.gamma .* acts with advantage=gae or reinforce_pp"),

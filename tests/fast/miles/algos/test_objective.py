@@ -135,6 +135,13 @@ def test_bypass_takes_the_rollout_s_log_probs_as_old(make_samples):
     assert sums.finish()["mismatch/abs_diff_max"] == 0.0
 
 
+def test_distance_to_the_teacher_is_reported(make_samples):
+    batch = batches(make_samples(5), AlgoConfig())[0]
+    _, sums = step_objective(batch.old_log_probs.clone().requires_grad_(True), batch, AlgoConfig(opd_coef=0.5))
+    expected = (batch.old_log_probs - batch.teacher_log_probs)[batch.mask].mean()
+    assert sums.finish()["train/teacher_kl"] == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_distillation_lowers_the_advantage_where_the_teacher_disagrees(make_samples):
     samples = make_samples(6)
     config = AlgoConfig(opd_coef=0.5, eps_clip=0.9, eps_clip_high=50.0)

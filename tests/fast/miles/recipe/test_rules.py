@@ -58,7 +58,7 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(train={"device": "cuda", "parallel": {"dp": 2}}, placement={"gpus_per_node": 1}), facts()),
     ),
     "TEACHER": (
-        (recipe(algo={"opd_coef": 0.0}), facts()),
+        (recipe(algo={"opd_coef": 0.5, "teacher": "models/teacher"}), facts()),
         (recipe(algo={"opd_coef": 0.5}), facts()),
     ),
     "SUPPORT": (
