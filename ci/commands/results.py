@@ -1,6 +1,6 @@
 """Results of shards: show them, or merge them and prove that nothing planned was left unobserved.
 
-miles-ci results show results                                      every results.json below the folder
+miles-ci results show results --slowest 20                         every results.json below the folder
 miles-ci results merge --plan plan.json results --out merged.json  exit 5 on a dark test
 miles-ci results merge --plan plan.json results --skipped stage-b-cpu="stage-a-cpu failed"
 miles-ci results flaky results --history URL --format json         drafted reports of flaky tests, and what to close
@@ -18,6 +18,9 @@ from ci.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("show", "merge", "flaky"))
     parser.add_argument("places", nargs="+", metavar="PLACE", help="results.json files, or folders that hold them")
+    parser.add_argument(
+        "--slowest", type=int, default=5, metavar="N", help="show: list the N slowest files (default 5)"
+    )
     parser.add_argument("--history", metavar="URL", help="flaky: history store (default: MILES_CI_HISTORY_URL)")
     parser.add_argument("--plan", metavar="FILE", help="merge: the plan that was run")
     parser.add_argument("--out", metavar="FILE", help="merge: write the merged results as JSON")
@@ -35,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from ci.report import results
 
+    if not 0 <= args.slowest <= 10_000:
+        raise UsageError(f"--slowest {args.slowest}: must be between 0 and 10000")
     places = [Path(place) for place in args.places]
     for place in places:
         if not place.exists():
@@ -47,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     if args.format == "json":
         print_json([shard.as_json() for shard in shards])
     else:
-        print(results.summary(shards))
+        print(results.summary(shards, slowest=args.slowest))
     return 0
 
 

@@ -59,7 +59,7 @@ def by_signature(shards: Iterable[ShardResults]) -> list[SignatureGroup]:
     return sorted(found, key=lambda group: (-len(group.nodes), group.signature))
 
 
-def summary(shards: Sequence[ShardResults]) -> str:
+def summary(shards: Sequence[ShardResults], *, slowest: int = SLOWEST) -> str:
     """Counts, everything that blocks or is remarkable, the slowest files, the exit code."""
     tests = [test for shard in shards for test in shard.tests]
     counts = {name: sum(test.outcome == name for test in tests) for name in results.OUTCOMES}
@@ -70,9 +70,11 @@ def summary(shards: Sequence[ShardResults]) -> str:
         lines.extend(f"note: {note}" for note in shard.notes)
         if shard.status == "running":
             lines.append(f"UNFINISHED   {shard.info.suite} shard {shard.info.shard}: {results.DIED}")
-    slowest = sorted(tests, key=lambda test: (-test.wall_s, test.unit))[:SLOWEST]
-    if len(tests) > SLOWEST:
-        lines.append("slowest: " + ", ".join(f"{test.unit} {test.wall_s:.1f} s" for test in slowest))
+    by_time = sorted(tests, key=lambda test: (-test.wall_s, test.unit))[:slowest]
+    if slowest != SLOWEST:
+        lines.extend(f"{test.wall_s:8.1f} s  {test.unit}" for test in by_time)
+    elif len(tests) > SLOWEST:
+        lines.append("slowest: " + ", ".join(f"{test.unit} {test.wall_s:.1f} s" for test in by_time))
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing ran"
     nodes = sum(len(test.nodes) for test in tests)
     wall = sum((shard.ended_at or shard.info.started_at) - shard.info.started_at for shard in shards)

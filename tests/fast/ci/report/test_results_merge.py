@@ -229,6 +229,16 @@ def test_summary_tells_what_blocks_what_leaked_and_the_code():
     assert "exit code 3" in text
 
 
+def test_slowest_files_are_listed_as_many_as_are_asked_for():
+    tests = [passed(name, attempts=(Attempt(1, "passed", float(n)),)) for n, name in enumerate("abcdef")]
+    lines = summary([shard_of(PLAN, 1, tests)], slowest=2).splitlines()
+    assert [line.split() for line in lines[:2]] == [
+        ["5.0", "s", "tests/fast/test_f.py"],
+        ["4.0", "s", "tests/fast/test_e.py"],
+    ]
+    assert "slowest: tests/fast/test_f.py 5.0 s" in summary([shard_of(PLAN, 1, tests)])
+
+
 def test_merge_command_writes_the_merged_file_and_exits_5_on_a_dark_test(tmp_path, capsys):
     PLAN.save(tmp_path / "plan.json")
     shards = complete()
