@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from miles.quant.convert.mxfp4_to_fp8 import convert
+from miles.quant.convert.shards import ShardWriter
 
 POINTS = 20
 
@@ -26,42 +29,84 @@ def in_child(work) -> int:
     return pid
 
 
+def arm(steps: int, count: Callable[[], None] = lambda: None) -> None:
+    """In a child: die at the given step, where a step is the start or the end of a write, an fsync or a rename."""
+    left = [steps]
+
+    def tick() -> None:
+        count()
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            tick()
+            result = original(*arguments, **options)
+            tick()
+            return result
+
+        setattr(owner, name, watched)
+
+    for owner, name in (
+        (ShardWriter, "write"),
+        (os, "fsync"),
+        (os, "replace"),
+        (Path, "replace"),
+        (shutil, "copyfile"),
+    ):
+        watch(owner, name)
+
+
+def steps_of(work: Callable[[], object], tmp_path: Path) -> int:
+    """How many steps a whole run of `work` has."""
+    marks = tmp_path / "marks"
+
+    def counted() -> None:
+        total = [0]
+        arm(-1, lambda: total.__setitem__(0, total[0] + 1))
+        work()
+        marks.write_text(str(total[0]))
+
+    os.waitpid(in_child(counted), 0)
+    return int(marks.read_text())
+
+
+def killed_at(step: int, work: Callable[[], object]) -> bool:
+    def armed() -> None:
+        arm(step)
+        work()
+
+    _, status = os.waitpid(in_child(armed), 0)
+    return os.WIFSIGNALED(status)
+
+
 def test_kill9_resume_same_bytes(mxfp4_checkpoint, tmp_path: Path, digest) -> None:
     source = mxfp4_checkpoint(layers=4, m=384, n=512)
     convert(source, tmp_path / "whole")
-    started = time.monotonic()
-    convert(source, tmp_path / "warm")
-    duration = time.monotonic() - started
     want = digest(tmp_path / "whole")
-    rng, killed = random.Random(0), 0
-    for point in range(POINTS):
-        target = tmp_path / f"killed{point}"
-        pid = in_child(lambda target=target: convert(source, target))
-        time.sleep(duration * rng.random())
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        killed += os.WIFSIGNALED(status)
-        if (target / "COMPLETE").exists():
-            assert digest(target) == want
-            continue
-        convert(source, target, resume=target.exists())
-        assert digest(target) == want, f"point {point}"
-    assert killed >= POINTS // 2, "the children must die in the middle of the work"
+    total = steps_of(lambda: convert(source, tmp_path / "counted"), tmp_path)
+    assert total > 100
+    for step in random.Random(0).sample(range(1, total + 1), POINTS):
+        target = tmp_path / f"killed{step}"
+        assert killed_at(step, lambda target=target: convert(source, target)), step
+        if not (target / "COMPLETE").exists():
+            convert(source, target, resume=True)
+        assert digest(target) == want, f"step {step} of {total}"
 
 
-def test_killed_twice_still_resumes(mxfp4_checkpoint, tmp_path: Path, digest) -> None:
-    source = mxfp4_checkpoint(layers=4, m=384, n=512)
+def test_killed_again_and_again_still_resumes(mxfp4_checkpoint, tmp_path: Path, digest) -> None:
+    source, target = mxfp4_checkpoint(layers=4, m=384, n=512), tmp_path / "out"
     convert(source, tmp_path / "whole")
-    target = tmp_path / "out"
-    for seed in range(3):
-        if (target / "COMPLETE").exists():
-            break
-        pid = in_child(lambda: convert(source, target, resume=target.exists()))
-        time.sleep(0.01 + 0.01 * seed)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if not (target / "COMPLETE").exists():
-        convert(source, target, resume=target.exists())
+    total = steps_of(lambda: convert(source, tmp_path / "counted"), tmp_path)
+    rng, deaths = random.Random(1), 0
+    while killed_at(rng.randrange(1, total), lambda: convert(source, target, resume=True)):
+        deaths += 1
+        assert deaths < 50, "runs that resume never come to an end"
+    assert deaths >= 2
+    assert (target / "COMPLETE").exists()
     assert digest(target) == digest(tmp_path / "whole")
 
 
