@@ -48,7 +48,7 @@ LAUNCHES = (
     "log-probs: gradient",
     "log-probs: fused with the policy loss",
 )
-KERNELS = "qdq_kernel|amax_kernel|strip_kernel|stats_kernel|gradient_kernel|fused_kernel"
+KERNELS = "qdq_kernel|amax_kernel|tile_kernel|stats_kernel|gradient_kernel|fused_kernel"
 
 
 def launch_once() -> None:

@@ -38,7 +38,7 @@ def _check(packed: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> No
             )
         if not (p.is_contiguous() and s.is_contiguous()) or p.data_ptr() % 16:
             raise ValueError(f"weights[{i}]: weight and scale must be contiguous and the weight 16-byte aligned")
-    if packed[0].device.type != "cuda" and not isinstance(kernel.strip_kernel, InterpretedFunction):
+    if packed[0].device.type != "cuda" and not isinstance(kernel.tile_kernel, InterpretedFunction):
         raise TypeError(
             f"weights on {packed[0].device}: use reference.convert, or set TRITON_INTERPRET=1 before the import"
         )
@@ -59,9 +59,8 @@ class _Launch:
         self,
         packed: Sequence[torch.Tensor],
         scales: Sequence[torch.Tensor],
-        tiles_per_program: int = 1,
         warps: int = 8,
-        ahead: bool = False,
+        registers: int = 40,
     ) -> None:
         _check(packed, scales)
         device = packed[0].device
@@ -81,9 +80,8 @@ class _Launch:
             output += m * n // 16
             tile += -(-m // TILE) * -(-n // TILE)
         tiles = [a * b for a, b in self.grids]
-        strips = [a * -(-b // tiles_per_program) for a, b in self.grids]
-        self.tiles_per_program, self.warps, self.ahead = tiles_per_program, warps, ahead
-        self.table = weight_table((sources, scale_offsets, rows, cols, outputs, first_tiles), strips, 1, device)
+        self.warps, self.registers = warps, registers
+        self.table = weight_table((sources, scale_offsets, rows, cols, outputs, first_tiles), tiles, 1, device)
         self.q = torch.empty(output * 16, dtype=torch.uint8, device=device)
         self.scale = torch.empty(sum(tiles), dtype=torch.uint8, device=device)
         self.info = torch.empty(sum(tiles), dtype=torch.int32, device=device)
@@ -91,11 +89,14 @@ class _Launch:
         self.device = device
 
     def run(self) -> None:
+        nvidia = self.device.type == "cuda" and torch.version.hip is None
+        # Fewer registers than the compiler likes: one more program fits on a multiprocessor.
+        limits = {"maxnreg": self.registers} if nvidia else {}
         with on_device(self.device):
-            kernel.strip_kernel[(self.table.chunks,)](
+            kernel.tile_kernel[(self.table.chunks,)](
                 self.packed[0].view(-1).view(torch.int32), self.scales[0], self.table.columns, self.table.chunk_weight,
                 *_lookup(self.device), self.q.view(torch.int32), self.scale, self.info, self.flag, self.table.n,
-                PTX=self.device.type == "cuda" and torch.version.hip is None, TILES=self.tiles_per_program, AHEAD=self.ahead, num_warps=self.warps,
+                PTX=nvidia, num_warps=self.warps, **limits,
             )  # fmt: skip
 
     def raise_if_nan(self) -> None:

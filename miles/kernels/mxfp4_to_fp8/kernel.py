@@ -1,4 +1,4 @@
-"""MXFP4 to FP8 in Triton: one program per strip of 128x128 tiles, one launch over a list of weights, bits of `reference.py`.
+"""MXFP4 to FP8 in Triton: one program per 128x128 tile, one launch over a list of weights, bits of `reference.py`.
 
 One lane owns half blocks: 16 elements, 8 bytes in, 16 bytes out, so loads and stores fill whole sectors without
 exchanging data between lanes. The E4M3 byte of each E2M1 magnitude depends on the block's shift only: eight bytes,
@@ -52,15 +52,31 @@ def _max2(a0, a1, b0, b1):
 
 
 @triton.jit
-def _load_tile(packed, scales, unit, inside):
-    """Words [1024, 2] and scale codes [1024] (int32) of one tile by unit index; missing units read as zero."""
-    offset = unit[:, None] * 2 + tl.arange(0, 2)[None, :]
-    words = tl.load(packed + offset, mask=inside[:, None], other=0)
-    return words, tl.load(scales + unit // 2, mask=inside, other=0).to(tl.int32)
+def tile_kernel(
+    packed, scales, table, tile_weight, lut, inexact, out, tile_scale, tile_info, flag, n, PTX: tl.constexpr,
+):  # fmt: skip
+    """A program converts one tile; neighbouring programs take neighbouring tiles of a row of tiles.
 
+    `tile_info` int32 = lossy elements | (max k + 1) << 16. A NaN scale sets `flag` to the tile index + 1.
+    """
+    program = tl.program_id(0)
+    row = table + tl.load(tile_weight + program)
+    src, scale_offset, rows, cols = tl.load(row), tl.load(row + n), tl.load(row + 2 * n), tl.load(row + 3 * n)
+    dst, first_tile, local = tl.load(row + 4 * n), tl.load(row + 5 * n), program - tl.load(row + 6 * n)
+    tile_cols = tl.cdiv(cols, 4)
+    tile_row, tile_col = local // tile_cols, local % tile_cols
+    # 64-bit up to the first block of the tile, 32-bit inside it (128 rows).
+    first_block = tile_row * 128 * cols + tile_col * 4
+    width = tl.minimum((cols - tile_col * 4) * 2, 8).to(tl.int32)
+    height = tl.minimum(rows - tile_row * 128, 128).to(tl.int32)
+    i = tl.arange(0, UNITS)
+    unit = (i // 8) * (cols * 2).to(tl.int32) + i % 8
+    inside = (i // 8 < height) & (i % 8 < width)
+    words = tl.load(
+        packed + (src + first_block) * 4 + (unit[:, None] * 2 + tl.arange(0, 2)[None, :]), mask=inside[:, None], other=0
+    )  # fmt: skip
+    code = tl.load(scales + (scale_offset + first_block) + unit // 2, mask=inside, other=0).to(tl.int32)
 
-@triton.jit
-def _convert_tile(words, code, inside, unit, lut, inexact, out, tile, tile_scale, tile_info, flag, PTX: tl.constexpr):
     w0, w1 = tl.split(words)
     occupied = ((w0 | w1) & 0x77777777) != 0
     # One reduction for the largest code (511 for NaN) and, negated, the smallest one.
@@ -68,13 +84,13 @@ def _convert_tile(words, code, inside, unit, lut, inexact, out, tile, tile_scale
     c_max, negated_min = tl.reduce((largest, tl.where(occupied, -code, -512)), 0, _max2)
     tile_code = tl.maximum(c_max - 6, 0)
     entry = tl.minimum(tl.maximum(code - tile_code, -13), 6) + 13
-    table = tl.load(lut + entry)
-
-    first = tl.join(_e4m3x4(table, w0, PTX), _e4m3x4(table, w1, PTX))
-    second = tl.join(_e4m3x4(table, w0 >> 16, PTX), _e4m3x4(table, w1 >> 16, PTX))
-    target = out + unit[:, None] * 4 + tl.arange(0, 4)[None, :]
+    lookup = tl.load(lut + entry)
+    first = tl.join(_e4m3x4(lookup, w0, PTX), _e4m3x4(lookup, w1, PTX))
+    second = tl.join(_e4m3x4(lookup, w0 >> 16, PTX), _e4m3x4(lookup, w1 >> 16, PTX))
+    target = out + (dst + first_block * 2) * 4 + (unit[:, None] * 4 + tl.arange(0, 4)[None, :])
     tl.store(target, tl.reshape(tl.join(first, second), (UNITS, 4)), mask=inside[:, None])
 
+    tile = (first_tile + local).to(tl.int32)
     max_k = tl.where(c_max < 0, -1, 6 + negated_min + tile_code)
     info = (max_k + 1) << 16
     if max_k > 14:
@@ -84,49 +100,3 @@ def _convert_tile(words, code, inside, unit, lut, inexact, out, tile, tile_scale
         tl.atomic_max(flag, tile + 1, sem="relaxed")
     tl.store(tile_scale + tile, tile_code.to(tl.uint8))
     tl.store(tile_info + tile, info)
-
-
-@triton.jit
-def strip_kernel(
-    packed, scales, table, strip_weight, lut, inexact, out, tile_scale, tile_info, flag, n,
-    TILES: tl.constexpr, AHEAD: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """A program converts TILES tiles side by side; AHEAD reads the next one before it converts.
-
-    `tile_info` int32 = lossy elements | (max k + 1) << 16. A NaN scale sets `flag` to the tile index + 1.
-    """
-    strip = tl.program_id(0)
-    row = table + tl.load(strip_weight + strip)
-    src, scale_offset, rows, cols = tl.load(row), tl.load(row + n), tl.load(row + 2 * n), tl.load(row + 3 * n)
-    dst, first_tile, local = tl.load(row + 4 * n), tl.load(row + 5 * n), strip - tl.load(row + 6 * n)
-    tile_cols = tl.cdiv(cols, 4)
-    strips = tl.cdiv(tile_cols, TILES)
-    tile_row = local // strips
-    start = (local % strips) * TILES
-    # 64-bit up to the first block of the strip, 32-bit inside it (128 rows).
-    first_block = tile_row * 128 * cols + start * 4
-    source = packed + src * 4 + first_block * 4
-    scale = scales + scale_offset + first_block
-    target = out + dst * 4 + first_block * 8
-    stop = tl.minimum(start + TILES, tile_cols)
-    width = ((tl.minimum(stop * 4, cols) - start * 4) * 2).to(tl.int32)
-    height = tl.minimum(rows - tile_row * 128, 128).to(tl.int32)
-    local_unit = tl.arange(0, UNITS)
-    c = local_unit % 8
-    unit = (local_unit // 8) * (cols * 2).to(tl.int32) + c
-    below = local_unit // 8 < height
-    if AHEAD:
-        words, code = _load_tile(source, scale, unit, below & (c < width))
-    for t in range(start, stop):
-        inside = below & (c < width)
-        c += 8
-        if AHEAD:
-            next_words, next_code = _load_tile(source, scale, unit + 8, below & (c < width))
-        else:
-            words, code = _load_tile(source, scale, unit, inside)
-        tile = (first_tile + tile_row * tile_cols + t).to(tl.int32)
-        _convert_tile(words, code, inside, unit, lut, inexact, target, tile, tile_scale, tile_info, flag, PTX)
-        if AHEAD:
-            words = next_words
-            code = next_code
-        unit += 8
