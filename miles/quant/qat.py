@@ -161,7 +161,8 @@ class FakeQAT:
 
 def _wrap(state: FakeQAT, hook: _Hook) -> None:
     def forward(*args, **kwargs):
-        hook.calls += 1
+        # Scoring runs without gradients: its calls must not make up for a training pass that went without.
+        hook.calls += torch.is_grad_enabled()
         values = state.quantise(hook)
         # An instance attribute is found before the registered parameter, which stays where it is.
         for name, value in zip(hook.parameters, values, strict=True):
@@ -247,7 +248,7 @@ def _state(model: nn.Module) -> FakeQAT:
 
 
 def calls(model: nn.Module) -> dict[str, int]:
-    """Calls of each wrapped module since the last reset."""
+    """Calls of each wrapped module with gradients since the last reset."""
     return {h.name: h.calls for h in _state(model).hooks}
 
 

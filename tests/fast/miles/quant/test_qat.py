@@ -118,6 +118,17 @@ def test_too_few_calls_for_the_micro_batches_is_error() -> None:
         qat.assert_called(model, 2)
 
 
+def test_scoring_calls_do_not_make_up_for_a_training_pass() -> None:
+    model, x = Model(), torch.randn(3, 32)
+    qat.install(model, CONFIG)
+    with torch.no_grad():
+        model(x)
+    del model.mlp.experts[0].gate_proj.__dict__["forward"]
+    model(x)
+    with pytest.raises(QATHookMissing, match=r"1 of 6 .*mlp\.experts\.0\.gate_proj \(0\)"):
+        qat.assert_called(model, 1)
+
+
 def test_a_model_that_was_never_hooked_is_error() -> None:
     with pytest.raises(QATHookMissing, match="never installed"):
         qat.assert_called(Model(), 1)

@@ -117,7 +117,7 @@ def test_recompute_quantises_to_the_same_bits(ranks, toolbox, moe_dir):
     again, calls, _ = ranks(quantised(toolbox, moe_dir, train, recompute={"granularity": "full"}), 1)[0]
     assert again["train/loss"] == expected["train/loss"]
     assert again["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-6)
-    assert min(calls.values()) >= 4, "once forward and once again, for each of two micro-batches"
+    assert min(calls.values()) >= 2, "the second pass of each of two micro-batches; the first has no gradients"
 
 
 def test_removing_the_hook_stops_the_run(ranks, toolbox, moe_dir):
