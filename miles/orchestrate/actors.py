@@ -81,7 +81,8 @@ class TrainWorker:
         from miles.sync.session import WeightPusher
 
         if self._backend.parallel_layout.is_sync_rank:
-            self._pusher = WeightPusher(engine_urls, self._recipe.sync, run_id=run_id)
+            rounding = self._hook.rounding
+            self._pusher = WeightPusher(engine_urls, self._recipe.sync, run_id=run_id, nvfp4=rounding)
         # What start-up made lives to the end: collections during the steps need not walk over it.
         gc.collect()
         gc.freeze()
