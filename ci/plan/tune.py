@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,14 @@ def merge(old: Durations, new: Mapping[Key, Learned]) -> Durations:
 
 
 def prune(table: Durations, catalog: Catalog) -> Durations:
-    """Without entries of tests that no longer exist or moved to another suite."""
-    alive = {(item.path, item.suite) for item in catalog.registrations}
+    """Without entries of tests that no longer exist or moved to another suite, and without the items of files that
+    are never split: nobody reads them, and they are most of the table."""
+    divided = {(item.path, item.suite): item.declaration.split for item in catalog.registrations}
     faulty = {fault.path for fault in catalog.faults}
-    kept = {key: item for key, item in table.entries.items() if key[:2] in alive or key[0] in faulty}
-    return Durations(kept)
+    kept = {key: item for key, item in table.entries.items() if key[:2] in divided or key[0] in faulty}
+    return Durations(
+        {key: item if divided.get(key[:2], True) else replace(item, items={}) for key, item in kept.items()}
+    )
 
 
 def observations_of_results(paths: Sequence[Path]) -> Iterator[Observation]:

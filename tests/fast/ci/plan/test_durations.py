@@ -135,6 +135,14 @@ def test_entries_of_tests_that_are_gone_are_pruned_and_those_of_faulty_files_kep
     assert set(prune(table, workspace(tmp_path).catalog).entries) == {keys[0], keys[2]}
 
 
+def test_only_files_that_may_be_split_keep_the_durations_of_their_items(tmp_path: Path) -> None:
+    write_tree(tmp_path, {"tests/fast/test_a.py": PLAIN, "tests/e2e/test_b.py": cpu(split="True")})
+    whole, split = ("tests/fast/test_a.py", "stage-a-cpu", "cpu"), ("tests/e2e/test_b.py", "stage-b-cpu", "cpu")
+    table = Durations({key: Learned(5, 3, "2026-11-30", {f"{key[0]}::test_it": 5}) for key in (whole, split)})
+    kept = prune(table, workspace(tmp_path).catalog).entries
+    assert (kept[whole].items, kept[split].items) == ({}, {"tests/e2e/test_b.py::test_it": 5})
+
+
 def results(outcome: str = "passed", unit: str = "tests/fast/test_a.py") -> dict:
     test = {
         "unit": unit,
