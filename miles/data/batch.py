@@ -254,13 +254,17 @@ def _dummy(source: _Source, pad_id: int) -> Sample:
 
 
 def _support(source: _Source, chosen: Sequence[Sample]) -> RolloutSamplingMask:
-    for sample in chosen:
+    # A sample without a response has no rows, and an engine that was never asked gave it no mask.
+    drawn = [sample for sample in chosen if sample.response_length]
+    for sample in drawn:
         if sample.sampling_mask is None:
             raise ValueError(
                 f"sample {sample.sample_id!r} has no sampling_mask, but the rollout samples with top-p, top-k or min-p; "
                 "use an engine that returns masks, or set algo.support_log_probs=off"
             )
-    return RolloutSamplingMask.concatenate(s.sampling_mask for s in chosen if s.sampling_mask is not None)
+    if not drawn:
+        return RolloutSamplingMask.from_rows([], vocab_size=1)
+    return RolloutSamplingMask.concatenate(s.sampling_mask for s in drawn if s.sampling_mask is not None)
 
 
 def _place_packed(

@@ -116,8 +116,9 @@ class TrainingLoop:
             await self.score(samples, "log_probs", "old_log_probs")
         if algo.needs_reference_support:
             for sample, scores in zip(samples, await self.scores(samples, "reference_support"), strict=True):
-                assert sample.sampling_mask is not None
-                sample.sampling_mask = sample.sampling_mask.with_reference(scores)
+                # A sample without a response has no mask.
+                if sample.sampling_mask is not None:
+                    sample.sampling_mask = sample.sampling_mask.with_reference(scores)
         elif algo.needs_reference:
             await self.score(samples, "reference_log_probs", "ref_log_probs")
         if algo.needs_teacher:

@@ -8,6 +8,7 @@ import pytest
 
 from miles.data.batch import build_batch
 from miles.data.counting import count_rollouts
+from miles.data.sample import Status
 from miles.data.sampling_mask import RolloutSamplingMask
 from miles.data.schedule import ScheduleConfig, build_dp_schedule
 from miles.data.tensors import to_tensors
@@ -90,6 +91,17 @@ def test_a_field_on_some_samples_only_is_refused(make_sample):
 def test_a_missing_sampling_mask_is_refused(make_sample):
     with pytest.raises(ValueError, match=r"has no sampling_mask.*algo\.support_log_probs=off"):
         batch_of([make_sample()], use_support=True)
+
+
+def test_a_sample_without_a_response_needs_no_sampling_mask(make_sample):
+    masked = make_sample(2, sampling_mask=RolloutSamplingMask.from_rows([[5, 1], [6]], vocab_size=16))
+    empty = make_sample(0, status=Status.TRUNCATED)
+    counted = count_rollouts([masked, empty])
+    for cap, rows in ((100, [2]), (4, [2, 0])):
+        plan = build_dp_schedule([5, 3], range(2), ScheduleConfig(max_tokens_per_gpu=cap))
+        batch = build_batch([masked, empty], plan.steps[0], counted, use_support=True)
+        assert [len(item.support) for item in batch.ranks[0]] == rows
+        assert sum(item.support_counts.sum() for item in batch.ranks[0]) == 3
 
 
 def test_advantages_of_the_wrong_length_are_refused(make_sample):

@@ -148,7 +148,7 @@ def test_samples_without_a_response_are_scored_and_not_trained(layout, cut, para
         samples = masked_samples(toolbox)
         for sample in samples if cut == "all" else samples[2:3]:
             sample.tokens, sample.status = sample.tokens[: sample.prompt_length], Status.TRUNCATED
-            sample.loss_mask, sample.sampling_mask = sample.loss_mask[:0], sample.sampling_mask.prefix(0)
+            sample.loss_mask, sample.sampling_mask = sample.loss_mask[:0], None
         schedule = ScheduleConfig(layout=layout, context_parallel=parallel.get("cp", 1), max_tokens_per_gpu=16)
         scoring = prepare_scoring(samples, schedule, use_support=True)
         scores = [
@@ -157,7 +157,9 @@ def test_samples_without_a_response_are_scored_and_not_trained(layout, cut, para
         ]
         for sample, log_probs, values, reference in zip(samples, *scores, strict=True):
             assert len(log_probs) == len(values) == sample.response_length
-            sample.values, sample.sampling_mask = values, sample.sampling_mask.with_reference(reference)
+            sample.values = values
+            if sample.sampling_mask is not None:
+                sample.sampling_mask = sample.sampling_mask.with_reference(reference)
         return backend.step(prepare_steps(samples, algo, schedule, use_support=True).steps[0].for_rank(0))
 
     for metrics in ranks(body, math.prod(parallel.values())):
