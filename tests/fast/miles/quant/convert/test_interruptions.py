@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from miles.quant.convert.mxfp4_to_fp8 import convert
 from miles.quant.convert.shards import ShardWriter
 
@@ -118,6 +120,23 @@ def test_a_cut_off_journal_line_is_dropped(mxfp4_checkpoint, tmp_path: Path, dig
     journal = target / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:2]) + lines[2][: len(lines[2]) // 2])
+    convert(source, target, resume=True)
+    assert digest(target) == digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut"])
+def test_a_finished_shard_that_was_damaged_since_is_written_again(
+    damage: str, mxfp4_checkpoint, tmp_path: Path, digest
+) -> None:
+    source, target = mxfp4_checkpoint(), tmp_path / "out"
+    convert(source, tmp_path / "whole")
+    convert(source, target)
+    (target / "COMPLETE").unlink()
+    shard = target / "model-1.safetensors"
+    if damage == "lost":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-1])
     convert(source, target, resume=True)
     assert digest(target) == digest(tmp_path / "whole")
 

@@ -95,6 +95,20 @@ def test_loss_fails_by_default_lists_the_tile_and_writes_nothing(mxfp4_checkpoin
     assert not target.exists()
 
 
+@pytest.mark.parametrize("k", [14, 15])
+def test_the_scan_of_scales_finds_loss_from_fifteen_steps_on(k: int, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    packed = torch.full((2, 16), 0x11, dtype=torch.uint8)  # 0.5 everywhere
+    scale = torch.tensor([[120], [120 - k]], dtype=torch.uint8)
+    save_file({"a.weight": packed, "a.scale": scale}, source / "model.safetensors")
+    if k <= 14:
+        assert convert(source, tmp_path / "out")["tensors"][0]["max_k"] == k
+        return
+    with pytest.raises(ConversionError, match=r"a\.weight tile \[0, 0\]: k=15, 32 elements"):
+        convert(source, tmp_path / "out")
+
+
 def test_on_loss_mxfp8_keeps_that_weight_exact_and_records_it(mxfp4_checkpoint, tmp_path: Path) -> None:
     source, target = mxfp4_checkpoint(lossy=True), tmp_path / "out"
     report = convert(source, target, on_loss="mxfp8")
