@@ -48,6 +48,12 @@ def scalar(value: Any) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def flow_scalar(value: Any) -> str:
+    """Inside `[...]` some readers take a question mark, also the last letter of a word, for a key."""
+    text = scalar(value)
+    return json.dumps(text, ensure_ascii=False) if "?" in text and text == value else text
+
+
 def _is_short_list(value: Any) -> bool:
     return (
         isinstance(value, list)
@@ -87,7 +93,7 @@ def _entry(prefix: str, value: Any, indent: int) -> Iterator[str]:
     elif isinstance(value, dict):
         yield f"{prefix}{{}}"
     elif isinstance(value, list):
-        yield f"{prefix}[{', '.join(scalar(item) for item in value)}]"
+        yield f"{prefix}[{', '.join(flow_scalar(item) for item in value)}]"
     elif isinstance(value, Folded):
         lines = fold(value)
         if len(lines) == 1 and len(value) < 100:

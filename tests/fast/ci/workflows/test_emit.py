@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ci.workflows.emit import Folded, Pinned, fold, to_yaml
@@ -28,6 +28,7 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=400, deadline=None)
+@example({"on": ["A?"]})
 @given(st.dictionaries(st.sampled_from(["on", "jobs", "name", "x-y"]), VALUES, min_size=1, max_size=3))
 def test_everything_reads_back_as_it_was(document: dict[str, Any]) -> None:
     text = to_yaml(document)
