@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -19,35 +18,9 @@ from ci.commands.output import plain_table, seconds
 from ci.environment import VARIABLES, read, refuse_unknown
 from ci.errors import ExitCode, UsageError, combine_exit_codes, edit_distance, nearest, suggestion
 from ci.plan.model import Plan
-from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, cpu, cuda, write_tree
+from tests.fast.ci.helpers.trees import REPOSITORY
 
 TABLES = ["list", "plan", "explain", "simulate", "tune", "doctor", "lint"]
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    unstable = '{"reason": "diverges now and then", "issue": "#3", "until": "2026-12-24"}'
-    return write_tree(
-        tmp_path,
-        {
-            "tests/fast/test_a.py": PLAIN,
-            "tests/e2e/test_cpu.py": cpu(),
-            "tests/e2e/test_gpu.py": cuda("stage-c-4-gpu-h200", labels='["megatron"]', unstable=unstable),
-            "tests/e2e/test_bad.py": cuda(hardware="h20"),
-        },
-    )
-
-
-@pytest.fixture
-def run(tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MILES_CI_CACHE_DIR", str(tree / "cache"))
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = cli.main([*arguments, "--root", str(tree), "--today", "2026-11-30"])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def test_list_shows_every_suite_and_the_faulty_files(run) -> None:
@@ -259,38 +232,6 @@ def test_a_missing_or_broken_registry_is_told_without_a_traceback(
     assert code == 2
     assert "the registry cannot be read" in err
     assert cli.main(["list", "--root", str(tree / "nowhere")]) == 2
-
-
-def test_a_path_that_cannot_be_written_is_told_without_a_traceback(run, tree: Path) -> None:
-    (tree / "file").write_text("")
-    code, _, err = run("plan", "--out", str(tree / "file/plan.json"))
-    assert (code, err.startswith("miles-ci plan: "), str(tree / "file") in err) == (2, True, True)
-
-
-def test_a_full_disk_is_the_machines_fault(run, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    code, _, err = run("plan", "--out", str(tree / "plan.json"))
-    assert (code, "No space left on device" in err) == (ExitCode.INFRA, True)
-    assert not (tree / "plan.json").exists()
-    assert [path.name for path in tree.glob(".plan-*")] == []
-
-
-def test_a_link_to_tests_is_a_warning_since_nothing_behind_it_runs(run, tree: Path) -> None:
-    (tree / "elsewhere").mkdir()
-    (tree / "elsewhere/test_far.py").write_text(PLAIN)
-    (tree / "tests/fast/test_far.py").symlink_to(tree / "elsewhere/test_far.py")
-    (tree / "tests/fast/far").symlink_to(tree / "elsewhere")
-    _, out, _ = run("lint")
-    for path in ("tests/fast/far", "tests/fast/test_far.py"):
-        assert f"{path}:1:1: warning[symbolic-link] a symbolic link is not followed" in out
-
-
-def test_the_scan_cache_is_invisible_to_git(run, tree: Path) -> None:
-    run("list")
-    assert "\n*\n" in (tree / "cache/.gitignore").read_text()
 
 
 @pytest.mark.parametrize(

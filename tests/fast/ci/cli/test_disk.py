@@ -1,0 +1,44 @@
+"""What the commands do when paths are wrong, disks are full and trees hold odd things."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from ci.errors import ExitCode
+from tests.fast.ci.helpers.trees import PLAIN
+
+
+def test_a_path_that_cannot_be_written_is_told_without_a_traceback(run, tree: Path) -> None:
+    (tree / "file").write_text("")
+    code, _, err = run("plan", "--out", str(tree / "file/plan.json"))
+    assert (code, err.startswith("miles-ci plan: "), str(tree / "file") in err) == (2, True, True)
+
+
+def test_a_full_disk_is_the_machines_fault(run, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, err = run("plan", "--out", str(tree / "plan.json"))
+    assert (code, "No space left on device" in err) == (ExitCode.INFRA, True)
+    assert not (tree / "plan.json").exists()
+    assert [path.name for path in tree.glob(".plan-*")] == []
+
+
+def test_a_link_to_tests_is_a_warning_since_nothing_behind_it_runs(run, tree: Path) -> None:
+    (tree / "elsewhere").mkdir()
+    (tree / "elsewhere/test_far.py").write_text(PLAIN)
+    (tree / "tests/fast/test_far.py").symlink_to(tree / "elsewhere/test_far.py")
+    (tree / "tests/fast/far").symlink_to(tree / "elsewhere")
+    _, out, _ = run("lint")
+    for path in ("tests/fast/far", "tests/fast/test_far.py"):
+        assert f"{path}:1:1: warning[symbolic-link] a symbolic link is not followed" in out
+
+
+def test_the_scan_cache_is_invisible_to_git(run, tree: Path) -> None:
+    run("list")
+    assert "\n*\n" in (tree / "cache/.gitignore").read_text()
