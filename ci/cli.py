@@ -47,6 +47,19 @@ _MACHINE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of our output (a pager, `head`) went away: what we had to say is lost, so this is no success.
+        from ci.files import drop_output
+
+        drop_output(sys.stdout)
+        return ExitCode.INTERRUPTED
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -66,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output (a pager, `head`) went away; a second error at shutdown is silenced.
-        sys.stderr.close()
-        return ExitCode.OK
+        raise
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except OSError as error:

@@ -1,4 +1,5 @@
-"""Writing a file so that whoever reads it finds the old content or the new one, never a part."""
+"""Writing a file so that whoever reads it finds the old content or the new one, never a part; and what to do when
+nobody reads any more."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import itertools
 import os
 from pathlib import Path
+from typing import TextIO
 
 _numbers = itertools.count()
 
@@ -28,3 +30,11 @@ def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bo
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def drop_output(stream: TextIO) -> None:
+    """The reader of `stream` is gone: what is buffered and what follows goes nowhere, without a second error."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

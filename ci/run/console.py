@@ -11,6 +11,8 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
+from ci.files import drop_output
+
 CHUNK = 1 << 16
 
 
@@ -67,8 +69,11 @@ class Console:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # whoever read us is gone; the results file still gets everything
+        except BrokenPipeError:
+            # Whoever read us is gone; the results file still gets everything, and the exit code is that of the tests.
+            drop_output(self._stream)
+        except ValueError:
+            pass  # closed
 
 
 class LogFollower:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ci.errors import ExitCode
-from tests.fast.ci.helpers.trees import PLAIN
+from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY
 
 
 def test_a_path_that_cannot_be_written_is_told_without_a_traceback(run, tree: Path) -> None:
@@ -42,3 +44,17 @@ def test_a_link_to_tests_is_a_warning_since_nothing_behind_it_runs(run, tree: Pa
 def test_the_scan_cache_is_invisible_to_git(run, tree: Path) -> None:
     run("list")
     assert "\n*\n" in (tree / "cache/.gitignore").read_text()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["list"], ["lint"]])
+def test_a_reader_that_goes_away_is_neither_a_traceback_nor_a_success(tree: Path, words: list[str]) -> None:
+    """`miles-ci list | head -1`"""
+    read, write = os.pipe()
+    os.close(read)
+    place = [] if words == ["--help"] else ["--root", str(tree)]
+    done = subprocess.run(
+        [sys.executable, "-m", "ci", *words, *place], cwd=REPOSITORY, stdout=write, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "MILES_CI_CACHE_DIR": str(tree / "cache")}, check=False,
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (ExitCode.INTERRUPTED, "")

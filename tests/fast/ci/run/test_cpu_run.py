@@ -46,6 +46,21 @@ def test_file_option_runs_that_file_or_node_only(repository):
     assert "not planned in suite 'stage-a-cpu'" in unknown.output
 
 
+def test_reader_that_goes_away_changes_nothing_about_the_result(repository):
+    """`miles-ci run --suite stage-a-cpu | head -1`"""
+    repository.file("test_a.py", "def test_a(): assert True\n")
+    read, write = os.pipe()
+    os.close(read)
+    words = repository.command("run", "--suite", "stage-a-cpu")
+    done = subprocess.run(
+        words, cwd=repository.root, env=repository.environment(), stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+    (path,) = (repository.root / "out").glob("*/results.json")
+    assert json.loads(path.read_text())["status"] == "complete"
+
+
 def test_json_format_leaves_stdout_to_the_results(repository):
     repository.file("test_a.py", "def test_a(): assert True\n")
     words = repository.command("run", "--suite", "stage-a-cpu", "--format", "json", "--workers", "1")
