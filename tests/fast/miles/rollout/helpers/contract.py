@@ -128,6 +128,7 @@ class EngineContract:
     def running(self, engine, http, count=1):
         """A long generate call in a thread, already producing."""
         result = {}
+        before = (http.get("/server_info").json().get("load") or {}).get("tokens_generated")
         params = {"max_new_tokens": engine.long_response, "temperature": 1.0, "ignore_eos": True, "sampling_seed": 5}
         sent = {"input_ids": [PROMPT] * count, "sampling_params": [params] * count, "return_logprob": True}
         sent["rid"] = [f"long-{i}" for i in range(count)]
@@ -138,7 +139,13 @@ class EngineContract:
 
         thread = threading.Thread(target=call)
         thread.start()
-        time.sleep(0.08)
+        deadline = time.monotonic() + 30
+        while (load := http.get("/server_info").json().get("load")) is not None and load["tokens_generated"] == before:
+            assert thread.is_alive(), result
+            assert time.monotonic() < deadline, "the request did not start"
+            time.sleep(0.005)
+        if load is None:
+            time.sleep(0.08)
         return thread, result
 
     def test_abort_returns_what_was_produced(self, engine, http):
