@@ -58,8 +58,11 @@ def train(
         console.print(f"{finding.severity}: {finding}", highlight=False, markup=False, soft_wrap=True)
     from miles.orchestrate.train import train as run
 
-    # A scheduler's polite stop is handled like Ctrl-C: everything is taken down, nothing finished is lost.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # A scheduler's polite stop and a closed terminal are handled like Ctrl-C: everything is taken down, nothing
+    # finished is lost. `nohup` keeps its meaning.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         outcome = run(loaded, overrides or [], fresh=fresh, console=console)
     except KeyboardInterrupt:

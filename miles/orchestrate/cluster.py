@@ -1,8 +1,8 @@
 """One local Ray cluster per run, started and stopped by the command that needs it.
 
 Every cluster has its own temporary folder and ports chosen by Ray, so two runs on a machine do not meet.
-Ray's daemons die with the driver (parent-death signal), workers die with the raylet; folders that a killed
-driver left are removed by the next start.
+Ray's daemons die with the driver (parent-death signal), workers die with the raylet; the rest, and the folder, are
+the sweeper's, which outlives the driver. Callers need a token that only the run's own processes have.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +30,10 @@ PREFIX = "miles-ray-"
 # Ray puts sockets about 64 characters below its folder; the kernel takes paths of 107.
 LONGEST_BASE = 24
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SWEEP_WAIT_S = 10.0
+# A folder without a lock is either a second old or was written again after its removal.
+UNLOCKED_AGE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -37,18 +47,40 @@ class Cluster:
 def local_cluster(*, cpus: int, gpus: int = 0) -> Iterator[Cluster]:
     """Start Ray with `cpus` logical CPU slots (one per actor), yield, stop it and remove its folder."""
     _remove_stale_folders()
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_base()))
     # Held until this process ends: a folder whose lock can be taken belongs to nobody.
     lock = (folder / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    ray = _import_ray()
+    sweeper = subprocess.Popen(
+        [sys.executable, "-I", str(Path(__file__).with_name("sweeper.py")), str(folder)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
-        _start(ray, folder, cpus=cpus, gpus=gpus)
-        yield Cluster(folder=folder)
+        ray = _import_ray()
+        try:
+            _start(ray, folder, cpus=cpus, gpus=gpus)
+            _set_handlers(handlers)
+            yield Cluster(folder=folder)
+        finally:
+            # A second Ctrl-C must not keep Ray from being stopped; the wait is bounded.
+            _set_handlers(dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN))
+            ray.shutdown()
     finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        assert sweeper.stdin is not None
+        sweeper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            sweeper.wait(SWEEP_WAIT_S)
+        _set_handlers(handlers)
         lock.close()
+
+
+def _set_handlers(handlers: Mapping[int, Any]) -> None:
+    """Ray takes SIGTERM for itself; only the main thread may set handlers."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _start(ray: Any, folder: Path, *, cpus: int, gpus: int) -> None:
@@ -64,6 +96,9 @@ def _start(ray: Any, folder: Path, *, cpus: int, gpus: int) -> None:
             namespace="miles",
             _temp_dir=str(folder),
         )
+    except SystemExit:
+        # What Ray's own handler makes of a SIGTERM while it starts.
+        raise KeyboardInterrupt from None
     except Exception as error:
         # Ray raises bare Exception when a daemon does not answer in time, and OSError or ValueError before that.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -91,8 +126,10 @@ def _base() -> str:
 
 
 def _import_ray():
-    # A local cluster of one user needs neither a token file in the home folder nor usage reports.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Ray listens on every interface. A token of this run keeps others out, and needs no file in the home folder.
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts workers at niceness 15; ours are the run itself, not background jobs.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -109,6 +146,10 @@ def _remove_stale_folders() -> None:
             with (folder / "lock").open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
+        except FileNotFoundError:
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > UNLOCKED_AGE_S:
+                    shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             # Locked by a living driver, or vanished meanwhile: not ours to remove.
             continue

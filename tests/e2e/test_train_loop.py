@@ -82,13 +82,14 @@ def test_killed_process_ends_the_run_and_the_same_command_resumes_the_same_curve
     assert runs.curve("killed") == reference.curve
 
 
-def test_interrupt_ends_cleanly_and_a_second_run_in_the_folder_is_refused(runs):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_cleanly_and_a_second_run_in_the_folder_is_refused(runs, number):
     first = runs.start("same", "run.steps=4000")
     runs.wait_for_step("same", 0, first)
     second = runs.run("same", "run.steps=4000")
     assert second.returncode == 2
     assert f"a run with process id {first.pid} is using this folder" in second.stderr
-    os.kill(first.pid, signal.SIGINT)
+    os.kill(first.pid, number)
     _, err = first.communicate(timeout=60)
     assert first.returncode == 130, err
     assert "run the same command again to resume" in err

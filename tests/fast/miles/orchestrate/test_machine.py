@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import io
+import os
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,3 +132,42 @@ def test_a_cluster_that_does_not_start_says_why_with_the_daemons_last_words(
         with local_cluster(cpus=1):
             pass
     assert list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")) == []
+
+
+def test_ray_does_not_keep_the_signal_handlers_it_takes(fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+
+    monkeypatch.setattr(sys.modules["ray"], "init", take)
+    before = {number: signal.getsignal(number) for number in cluster.STOP_SIGNALS}
+    with local_cluster(cpus=1):
+        assert {number: signal.getsignal(number) for number in cluster.STOP_SIGNALS} == before
+    assert {number: signal.getsignal(number) for number in cluster.STOP_SIGNALS} == before
+
+
+def test_a_stop_signal_while_ray_starts_is_an_interruption(
+    fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["ray"], "init", lambda **_: sys.exit(15))
+    with pytest.raises(KeyboardInterrupt):
+        with local_cluster(cpus=1):
+            pass
+
+
+def test_folders_that_were_written_again_after_their_removal_go_too(fake_ray: list[Any], tmp_path: Path) -> None:
+    old, new = tmp_path / f"{PREFIX}old", tmp_path / f"{PREFIX}new"
+    for folder in (old, new):
+        folder.mkdir()
+    past = time.time() - 2 * cluster.UNLOCKED_AGE_S
+    os.utime(old, (past, past))
+    with local_cluster(cpus=1):
+        assert not old.exists()
+        assert new.exists()
+
+
+def test_callers_need_a_token_of_this_run(fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with local_cluster(cpus=1):
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+        assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
