@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -33,6 +34,13 @@ Overrides = Annotated[
 ]
 
 
+class _RunConsole(Console):
+    """rich would end the process without a word when the reader of its output goes away."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 @app.command()
 def train(
     recipe: RecipePath,
@@ -45,7 +53,7 @@ def train(
     """Train by a recipe; run the same command again to resume after a kill."""
     from miles.recipe import load
 
-    console = Console()
+    console = _RunConsole()
     loaded = load(recipe, overrides or [])
     if dry_run:
         from miles.recipe.dry_run import describe
@@ -68,6 +76,10 @@ def train(
     except KeyboardInterrupt:
         typer.echo("interrupted; run the same command again to resume", err=True)
         raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - the interpreter flushes it at its end
+        typer.echo("error: what read the output has ended; run the same command again to resume", err=True)
+        raise typer.Exit(1) from None
     console.print(outcome.line, highlight=False, soft_wrap=True)
 
 

@@ -102,3 +102,11 @@ def test_finished_run_is_reported_and_a_missed_expectation_fails_the_command(run
     assert "rollout/reward_mean: mean of the last 1 steps" in missed.stderr
     again = runs.run("low", *options)
     assert "this run is finished" in again.stdout
+
+
+def test_a_reader_of_the_output_that_goes_away_stops_the_run_with_a_message(runs):
+    process = runs.start("piped", "run.steps=4000")
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(60) == 1
+    assert err.strip().endswith("what read the output has ended; run the same command again to resume")
