@@ -14,6 +14,8 @@ from miles.config.errors import ConfigError
 from miles.config.names import suggestion
 from miles.config.yaml_source import KeyPath
 
+MAX_SHOWN = 120
+
 ModelType = TypeVar("ModelType", bound=BaseModel)
 
 
@@ -62,6 +64,12 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
+def _shown(value: Any) -> str:
+    """`value` as it stands in a message: a whole section or a long text is cut."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 def _describe(model: type[BaseModel], data: Any, item: Any, locate: Callable[[KeyPath], Any]) -> str:
     path: KeyPath = tuple(item["loc"])
     dotted = ".".join(str(part) for part in path)
@@ -74,10 +82,13 @@ def _describe(model: type[BaseModel], data: Any, item: Any, locate: Callable[[Ke
     elif kind in ("value_error", "assertion_error"):
         reason = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         text = f"{dotted}: {reason}" if dotted else reason
+    elif kind == "json_invalid":
+        deep = "recursion" in item["msg"]
+        text = "nested too deeply for a configuration; check for unclosed brackets" if deep else item["msg"]
     elif kind == "literal_error":
         allowed = item["ctx"]["expected"]
-        text = f"{dotted}: {given!r} is not allowed; use {allowed}"
+        text = f"{dotted}: {_shown(given)} is not allowed; use {allowed}"
     else:
-        text = f"{dotted}: {item['msg'][0].lower()}{item['msg'][1:]}, got {given!r}"
+        text = f"{dotted}: {item['msg'][0].lower()}{item['msg'][1:]}, got {_shown(given)}"
     place = locate(path)
     return f"{place}: {text}" if place is not None else text

@@ -12,18 +12,18 @@ from miles.config import StrictModel
 class ModelShape(StrictModel):
     """Shape of a created model; the vocabulary comes from the tokenizer. Defaults: about 0.1M parameters."""
 
-    num_layers: int = Field(default=2, ge=1)
-    hidden_size: int = Field(default=64, ge=8)
-    ffn_hidden_size: int = Field(default=128, ge=8)
-    heads: int = Field(default=4, ge=1)
-    groups: int = Field(default=2, ge=1)
-    head_dim: int = Field(default=16, ge=2)
-    max_positions: int = Field(default=512, ge=2)
+    num_layers: int = Field(default=2, ge=1, le=1024)
+    hidden_size: int = Field(default=64, ge=8, le=1 << 16)
+    ffn_hidden_size: int = Field(default=128, ge=8, le=1 << 18)
+    heads: int = Field(default=4, ge=1, le=1024)
+    groups: int = Field(default=2, ge=1, le=1024)
+    head_dim: int = Field(default=16, ge=2, le=1024)
+    max_positions: int = Field(default=512, ge=2, le=1 << 24)
     rope_theta: float = Field(default=10000.0, gt=0)
     tied: bool = False
     init_std: float = Field(default=0.02, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    num_experts: int = Field(default=8, ge=2, description="routed experts (MoE families only)")
+    num_experts: int = Field(default=8, ge=2, le=4096, description="routed experts (MoE families only)")
     experts_per_token: int = Field(default=2, ge=1, description="experts a token goes to (MoE families only)")
     expert_ffn_hidden_size: int = Field(default=32, ge=8, description="width of one expert (MoE families only)")
 

@@ -75,6 +75,8 @@ class HFConfig:
         value = self._get(key)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ModelError(f"{self.where}: {key} must be an integer, got {value!r}")
+        if value < 1:
+            raise ModelError(f"{self.where}: {key} must be at least 1, got {value}; copy or download the file again")
         return value
 
     def number(self, key: str) -> float:
@@ -105,6 +107,8 @@ class HFConfig:
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
     """The parsed config.json of a model folder; missing folder, missing file and broken JSON are named."""
+    if directory.exists() and not directory.is_dir():
+        raise ModelError(f"{directory}: is a file, not a model folder; give the folder that holds it")
     if not directory.is_dir():
         raise ModelError(
             f"{directory}: model folder does not exist; give a folder with config.json and safetensors files"
@@ -114,7 +118,9 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
         values = json.loads(path.read_text())
     except FileNotFoundError:
         raise ModelError(f"{path}: file is missing; {directory} is not a Hugging Face model folder") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}; make it a file that you may read") from None
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ModelError(f"{path}: must hold a JSON object, got {type(values).__name__}")

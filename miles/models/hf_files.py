@@ -8,6 +8,7 @@ reader never sees half a folder.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from miles.config.files import storage_error, sync_folder
 from miles.models.errors import ModelError
@@ -35,6 +38,13 @@ TOKENIZER_FILES = (
 )
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+# Unsigned integers of a value's width, and the bits of its exponent: all set where it is infinite or no number.
+_EXPONENTS: dict[str, tuple[np.dtype[Any], int]] = {
+    "F32": (np.dtype("<u4"), 0x7F800000),
+    "BF16": (np.dtype("<u2"), 0x7F80),
+    "F16": (np.dtype("<u2"), 0x7C00),
+    "F64": (np.dtype("<u8"), 0x7FF0000000000000),
+}
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
@@ -53,8 +63,14 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise ModelError(f"{path}: file is missing") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except IsADirectoryError:
+        raise ModelError(f"{path}: is a folder, not a safetensors file; put the file itself there") from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}; make it a file that you may read") from None
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not a safetensors file: {error}") from None
+    if not isinstance(header, dict):
+        raise ModelError(f"{path}: not a safetensors file: its header is a {type(header).__name__}")
     header.pop("__metadata__", None)
     for name, entry in header.items():
         end = 8 + length + entry["data_offsets"][1]
@@ -99,6 +115,35 @@ class HFCheckpoint:
                 f"{self.file_of[name]}: tensor {name}: expected a floating dtype "
                 f"({', '.join(sorted(_DTYPES))}), got {got['dtype']}"
             )
+        start, end = got["data_offsets"]
+        needed = math.prod(shape) * _EXPONENTS[got["dtype"]][0].itemsize
+        if end - start != needed:
+            raise ModelError(
+                f"{self.file_of[name]}: tensor {name}: expected {needed} bytes, its header gives {end - start}; copy or "
+                "download the file again"
+            )
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors, by their headers."""
+        return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in self.info.values())
+
+    def check_finite(self) -> None:
+        """`ModelError` names the first tensor with an infinite value or one that is not a number. Reads everything."""
+        for path in sorted(set(self.file_of.values())):
+            data = path.read_bytes()
+            start = 8 + int.from_bytes(data[:8], "little")
+            for name, entry in self.info.items():
+                if self.file_of[name] != path or entry["dtype"] not in _EXPONENTS:
+                    continue
+                kind, exponent = _EXPONENTS[entry["dtype"]]
+                first, end = entry["data_offsets"]
+                bits = np.frombuffer(data[start + first : start + end], dtype=kind)
+                bad = int(np.count_nonzero((bits & exponent) == exponent))
+                if bad:
+                    raise ModelError(
+                        f"{path}: tensor {name}: {bad} of {bits.size} values are not finite; copy or download the "
+                        "file again, or start from an earlier checkpoint"
+                    )
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """The tensor, or its rows (axis 0) or columns (axis 1) `[start, stop)`."""
@@ -134,7 +179,7 @@ class HFCheckpoint:
 def _index(path: Path) -> dict[str, str]:
     try:
         return json.loads(path.read_text())["weight_map"]
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: not a safetensors index: {error}") from None
 
 

@@ -5,13 +5,11 @@ Left out: what only the device or the engine can say (memory, driver versions).
 
 from __future__ import annotations
 
+import socket
 import time
-from pathlib import Path
 
-from miles.models import registry
-from miles.models.family import read_hf_config
-from miles.models.hf_files import HFCheckpoint
 from miles.recipe import Recipe
+from miles.recipe.inputs import check_files, first_prompts
 from miles.rollout.config import EngineConfig
 from miles.rollout.errors import PortError
 from miles.rollout.http_server import listen
@@ -22,21 +20,24 @@ POLL_S = 0.1
 
 
 def check_inputs(recipe: Recipe) -> None:
-    """Raise `ConfigError` for a model folder that is not complete or an engine port that is taken."""
-    if recipe.model.path is not None:
-        check_model_files(Path(recipe.model.path))
-    if recipe.algo.teacher is not None:
-        check_model_files(Path(recipe.algo.teacher))
+    """Raise `ConfigError` for a model folder that is not complete, prompts that a run would refuse, an engine host that
+    is not this machine's or an engine port that is taken."""
+    check_files(recipe)
+    first_prompts(recipe)
+    check_host(recipe.engine.host)
     check_port(recipe.engine)
 
 
-def check_model_files(folder: Path) -> None:
-    """Every tensor that config.json implies is in the folder, whole and of its shape; only headers are read."""
-    hf_config = read_hf_config(folder)
-    family = registry.resolve(hf_config, where=str(folder / "config.json"))
-    checkpoint = HFCheckpoint(folder)
-    for name, shape, _ in family.shapes(hf_config):
-        checkpoint.check(name, shape)
+def check_host(host: str) -> None:
+    """`PortError` when nothing can listen on `engine.host`."""
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(kind, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError as error:
+        raise PortError(
+            f"engine.host {host}: {error.strerror}; use an address of this machine, such as 127.0.0.1"
+        ) from None
 
 
 def check_port(engine: EngineConfig) -> None:

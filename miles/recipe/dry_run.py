@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from miles.recipe.rules import check_or_raise, facts_of
+from miles.recipe.rules import check_or_raise, model_facts
 from miles.recipe.schema import Recipe, digest
 
 # Adam on fp32 masters: master, two moments, one gradient.
@@ -19,7 +19,7 @@ def parameter_count(recipe: Recipe) -> int:
     """Parameters of the model, from its config alone."""
     from miles.models import registry
 
-    facts = facts_of(recipe)
+    facts = model_facts(recipe)
     family = registry.resolve(facts.hf_config, where=facts.where)
     total = 0
     for _, shape, _ in family.shapes(facts.hf_config):

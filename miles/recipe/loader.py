@@ -41,7 +41,12 @@ def _with_base(path: Path, document: YamlDocument) -> tuple[dict[str, Any], Yaml
     place = document.positions[("extends",)]
     if not isinstance(name, str):
         raise ConfigError(f"{place}: extends names one recipe file beside this one")
-    base = load_yaml(path.parent / name)
+    try:
+        base = load_yaml(path.parent / name)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: extends {name}: {error}") from error
     if "extends" in base.data:
         raise ConfigError(f"{place}: {name} itself extends {base.data['extends']}; only one level is allowed")
-    return merge(base.data, data), base
+    # What was recorded of the base says nothing about what is made of it.
+    inherited = {key: value for key, value in base.data.items() if key != "evidence"}
+    return merge(inherited, data), base

@@ -7,13 +7,17 @@ anything starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
 from miles.quant.nvfp4_config import GATE, fake_qat_gate
+from miles.recipe.inputs import check_files, first_prompts
 from miles.recipe.schema import Recipe
+
+# Actors of one host, each a process with its own copy of torch: more than any machine has cores for.
+MOST_PROCESSES = 1024
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules may know beside the recipe. `hf_config`: the model's config.json, or what it will be."""
+    """What the rules may know beside the recipe. `hf_config`: the model's config.json, or what it will be.
+
+    `longest_prompt`: tokens of the longest among the prompts that come first.
+    """
 
     hf_config: Mapping[str, Any]
     where: str
+    longest_prompt: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,12 @@ class Rule:
 
 
 def facts_of(recipe: Recipe) -> Facts:
+    """`model_facts`, and the length of the prompts. Raises `ConfigError` for prompts that the run would refuse."""
+    facts = model_facts(recipe)
+    return replace(facts, longest_prompt=max((len(prompt.input_ids) for prompt in first_prompts(recipe)), default=1))
+
+
+def model_facts(recipe: Recipe) -> Facts:
     """Read the model's config.json, or build the one of the model that the run will create."""
     from miles.models import registry
     from miles.models.family import read_hf_config
@@ -83,11 +97,47 @@ def _family(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
 
 def _sequence_fits(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
-    limit = facts.hf_config.get("max_position_embeddings")
-    need = recipe.rollout.max_new_tokens + 1
-    if limit is not None and need > limit:
-        message = f"rollout.max_new_tokens {recipe.rollout.max_new_tokens} and a prompt exceed the model's {limit}"
-        yield Finding("SEQ-FIT", "error", message, "lower rollout.max_new_tokens")
+    rollout, prompt = recipe.rollout, facts.longest_prompt
+    positions, context = facts.hf_config.get("max_position_embeddings"), recipe.engine.context_length
+    if rollout.max_context is not None and rollout.max_context <= prompt:
+        message = f"rollout.max_context {rollout.max_context} leaves no token after a prompt of {prompt}"
+        yield Finding("SEQ-FIT", "error", message, f"raise it to at least {prompt + 1}, or shorten the prompts")
+        return
+    need = prompt + rollout.max_new_tokens
+    if rollout.max_context is not None:
+        need = min(need, rollout.max_context)
+    limits = {"the model's positions": positions, "engine.context_length": context}
+    limits["engine.max_total_tokens"] = recipe.engine.max_total_tokens
+    for name, limit in limits.items():
+        if limit is not None and need > limit:
+            message = (
+                f"rollout.max_new_tokens {rollout.max_new_tokens} and a prompt of {prompt} tokens need {need} "
+                f"positions, {name} allow{'' if name.endswith('positions') else 's'} {limit}"
+            )
+            fix = f"lower rollout.max_new_tokens to {limit - prompt}" if limit > prompt else "shorten the prompts"
+            yield Finding("SEQ-FIT", "error", message, fix)
+    if context is not None and positions is not None and context > positions:
+        message = f"engine.context_length {context} is above the model's {positions} positions"
+        yield Finding("SEQ-FIT", "error", message, f"lower it to {positions}, or remove it")
+
+
+def _stop_ids(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    size = facts.hf_config["vocab_size"]
+    wrong = [str(token) for token in recipe.rollout.stop_token_ids if not 0 <= token < size]
+    if wrong:
+        message = f"rollout.stop_token_ids has {', '.join(wrong)}, but the model's tokens are 0 to {size - 1}"
+        yield Finding("STOP-IDS", "error", message, "name ids of the model's tokenizer")
+
+
+def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    from miles.rollout.rewards import build_reward
+
+    del facts
+    try:
+        build_reward(recipe.rollout.reward)
+    except ConfigError as error:
+        message, _, fix = str(error).rpartition("; ")
+        yield Finding("REWARD", "error", message, fix)
 
 
 def _teacher(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -137,6 +187,12 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     world = recipe.train.parallel.world_size
+    if world + recipe.engine.count > MOST_PROCESSES:
+        message = (
+            f"train.parallel makes {world} trainer ranks (tp x pp x cp x dp) beside engine.count {recipe.engine.count}; "
+            f"one host starts at most {MOST_PROCESSES} processes"
+        )
+        yield Finding("DEVICES", "error", message, "lower train.parallel.dp or engine.count")
     if recipe.train.device == "cuda" and recipe.placement.gpus_per_node < world:
         message = f"train.device cuda needs {world} GPUs, placement.gpus_per_node is {recipe.placement.gpus_per_node}"
         yield Finding("DEVICES", "error", message, f"set placement.gpus_per_node to at least {world}")
@@ -173,7 +229,9 @@ RULES: tuple[Rule, ...] = (
     Rule("TEACHER", "Distillation needs a teacher's scores of the policy's answers.", _teacher),
     Rule("SUPPORT", "Exact KL is a sum over the sampler's support, so there must be one.", _support),
     Rule("ROLLOUT-MODE", "Only combinations that the loop drives may start.", _rollout_mode),
-    Rule("DEVICES", "Every trainer rank on a GPU needs one.", _devices),
+    Rule("DEVICES", "Every trainer rank on a GPU needs one, and every rank and engine is a process.", _devices),
+    Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
+    Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
     Rule("EVIDENCE", "A recipe without recorded numbers may be wrong in ways nobody saw.", _evidence),
 )
@@ -186,9 +244,10 @@ def check(recipe: Recipe, facts: Facts) -> list[Finding]:
 
 
 def check_or_raise(recipe: Recipe) -> list[Finding]:
-    """Findings of a recipe that may start; `ConfigError` with every error otherwise."""
+    """Findings of a recipe that may start; `ConfigError` with every error otherwise. Then its files are looked at."""
     findings = check(recipe, facts_of(recipe))
     errors = [str(finding) for finding in findings if finding.severity == "error"]
     if errors:
         raise ConfigError("\n".join(errors))
+    check_files(recipe)
     return findings

@@ -22,7 +22,17 @@ class RunConfig(StrictModel):
     replay_steps: tuple[int, ...] = ()
     tensorboard: bool = True
     # Bound of every wait on an actor, in seconds; also covers the start.
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, ge=1.0)
+
+    @model_validator(mode="after")
+    def _replayed_steps_exist(self) -> RunConfig:
+        wrong = [step for step in self.replay_steps if not 0 <= step < self.steps]
+        if wrong:
+            raise ValueError(
+                f"run.replay_steps has {', '.join(map(str, wrong))}, but run.steps {self.steps} makes the steps 0 to "
+                f"{self.steps - 1}; name steps of this run"
+            )
+        return self
 
 
 class PlacementConfig(StrictModel):
@@ -55,6 +65,8 @@ class Expectation(StrictModel):
     def _check(self) -> Expectation:
         if self.min is None and self.max is None:
             raise ValueError("an expectation needs min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"no value is at least min {self.min} and at most max {self.max}; swap them")
         return self
 
 

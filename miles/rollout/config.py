@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from miles.config import StrictModel
 from miles.quant.config import NVFP4Options
@@ -14,7 +16,16 @@ class RewardConfig(StrictModel):
     """`kind` picks the function, `options` are its own (see `miles.rollout.rewards`)."""
 
     kind: Literal[
-        "task", "exact", "positional", "math_boxed", "f1", "choice_letter", "regex", "remote_http", "from_metadata"
+        "task",
+        "exact",
+        "positional",
+        "math_boxed",
+        "f1",
+        "choice_letter",
+        "regex",
+        "remote_http",
+        "from_metadata",
+        "python",
     ] = "task"
     options: dict[str, Any] = Field(default_factory=dict)
     timeout_s: float = Field(30.0, gt=0)
@@ -78,7 +89,7 @@ class RolloutConfig(StrictModel):
     max_new_tokens: int = Field(64, ge=1)
     # Prompt plus response; None: the engine's own limit.
     max_context: int | None = Field(None, ge=2)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     ignore_eos: bool = False
     request_timeout_s: float = Field(600.0, gt=0)
     reward: RewardConfig = RewardConfig()
@@ -119,14 +130,28 @@ def check_group_size(rollout: RolloutConfig, advantage: str) -> None:
         )
 
 
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
+
+
+def check_host(host: str) -> None:
+    """`ValueError` for text that is neither an IP address nor a host name."""
+    if re.fullmatch(r"[0-9.]*", host) or ":" in host:
+        try:
+            ipaddress.ip_address(host)
+        except ValueError as error:
+            raise ValueError(f"{error}; use an address of this machine, such as 127.0.0.1") from None
+    elif not _HOST_NAME.fullmatch(host):
+        raise ValueError(f"{host!r} is no host name; use an address of this machine, such as 127.0.0.1")
+
+
 class EngineConfig(StrictModel):
     """One rollout engine. `max_total_tokens` bounds the KV cache, `max_running` the batch."""
 
     engine: Literal["embedded", "sglang"] = "embedded"
-    count: int = Field(1, ge=1)
-    device: str = "cpu"
+    count: int = Field(1, ge=1, le=256)
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d{1,3})?)$")
     dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, le=1024)
     host: str = "127.0.0.1"
     # 0: a free port, reported by the engine itself.
     port: int = Field(0, ge=0, le=65535)
@@ -141,6 +166,12 @@ class EngineConfig(StrictModel):
     start_timeout_s: float = Field(120.0, gt=0)
     # SGLang only: further server arguments, e.g. {"mem-fraction-static": 0.5}.
     server_args: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("host")
+    @classmethod
+    def _host_is_an_address(cls, host: str) -> str:
+        check_host(host)
+        return host
 
     @model_validator(mode="after")
     def _options_fit_engine(self) -> EngineConfig:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from miles.data.prompts import Prompt
 from miles.data.sample import Sample
@@ -74,7 +74,7 @@ class RewardPool:
         if self._fn.inline:
             for sample, text in zip(samples, texts, strict=True):
                 try:
-                    self._assign(sample, self._fn.score(ctx, sample, text))
+                    self._assign(sample, cast(Value, self._fn.score(ctx, sample, text)))
                 except Exception as error:
                     self._failed(sample, error)
             return
@@ -83,7 +83,8 @@ class RewardPool:
     async def _one(self, ctx: RewardContext, sample: Sample, text: str) -> None:
         async with self._slots:
             try:
-                call = self._fn.score(ctx, sample, text) if self._fn.is_async else self._in_thread(ctx, sample, text)
+                ask = self._fn.score if self._fn.is_async else self._in_thread
+                call = cast(Awaitable[Value], ask(ctx, sample, text))
                 self._assign(sample, await asyncio.wait_for(call, self._config.timeout_s))
             except TimeoutError:
                 self._failed(
@@ -95,7 +96,8 @@ class RewardPool:
     def _in_thread(self, ctx: RewardContext, sample: Sample, text: str) -> Awaitable[Value]:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(min(self._config.concurrency, 8), thread_name_prefix="reward")
-        return asyncio.get_running_loop().run_in_executor(self._threads, self._fn.score, ctx, sample, text)
+        plain = cast(Callable[[RewardContext, Sample, str], Value], self._fn.score)
+        return asyncio.get_running_loop().run_in_executor(self._threads, plain, ctx, sample, text)
 
     def _assign(self, sample: Sample, value: Value) -> None:
         parts: dict[str, float] = {}

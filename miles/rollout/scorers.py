@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import string
 from collections import Counter
@@ -13,20 +15,27 @@ from miles.data.sample import Sample
 from miles.rollout.errors import RewardError
 from miles.rollout.rewards import RewardContext, RewardFn, Value
 
+_MEANING: dict[type | tuple[type, ...], str] = {str: "text", bool: "true or false", (int, float): "a number"}
+
 
 def _options(kind: str, given: dict[str, Any], **known: tuple[type | tuple[type, ...], Any]) -> dict[str, Any]:
     """Options with defaults. `known`: name -> (type, default)."""
     unknown = given.keys() - known.keys()
     if unknown:
         raise ConfigError(
-            f"rollout.reward.options: {kind} does not know {', '.join(sorted(unknown))}; it knows "
-            f"{', '.join(sorted(known)) or 'no options'}"
+            f"rollout.reward.options: {kind} does not know {', '.join(sorted(unknown))}; "
+            + (f"use {', '.join(sorted(known))}" if known else "it takes no options, remove them")
         )
     values = {}
     for name, (kinds, default) in known.items():
         value = given.get(name, default)
         if not isinstance(value, kinds):
-            raise ConfigError(f"rollout.reward.options.{name}: {value!r} is a {type(value).__name__}, expected {kinds}")
+            wanted = _MEANING[kinds]
+            if name not in given:
+                raise ConfigError(
+                    f"rollout.reward.options.{name} is missing, and reward kind {kind} needs it; set it to {wanted}"
+                )
+            raise ConfigError(f"rollout.reward.options.{name}: {str(value)[:80]!r} is not {wanted}; write {wanted}")
         values[name] = value
     return values
 
@@ -73,7 +82,8 @@ def regex(options: dict[str, Any]) -> RewardFn:
         pattern = re.compile(values["pattern"], re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"rollout.reward.options.pattern: {values['pattern']!r} is no regular expression: {error}"
+            f"rollout.reward.options.pattern: {values['pattern']!r} is no regular expression: {error}; escape "
+            "special characters with a backslash"
         ) from None
 
     def score(ctx: RewardContext, sample: Sample, completion: str) -> Value:
@@ -91,6 +101,8 @@ def regex(options: dict[str, Any]) -> RewardFn:
 def choice_letter(options: dict[str, Any]) -> RewardFn:
     """The last stand-alone letter out of `letters` (default ABCD), in parentheses or bare, equals the answer's."""
     letters = _options("choice_letter", options, letters=(str, "ABCD"))["letters"]
+    if not letters.strip():
+        raise ConfigError("rollout.reward.options.letters is empty, so no answer could be right; write e.g. ABCD")
     pattern = re.compile(rf"(?<![A-Za-z])\(?([{re.escape(letters)}])\)?(?![A-Za-z])")
 
     def score(ctx: RewardContext, sample: Sample, completion: str) -> Value:
@@ -137,6 +149,8 @@ def from_metadata(options: dict[str, Any]) -> RewardFn:
 def remote_http(options: dict[str, Any]) -> RewardFn:
     """POST {prompt, completion, answer, metadata, sample_id} to `url`; the reply is {"reward": number, parts...}."""
     url = _options("remote_http", options, url=(str, None))["url"]
+    if not re.match(r"https?://[^/\s]+", url):
+        raise ConfigError(f"rollout.reward.options.url: {url!r} is no address; write it as http://host:port/path")
 
     async def score(ctx: RewardContext, sample: Sample, completion: str) -> Value:
         import aiohttp
@@ -161,6 +175,43 @@ def remote_http(options: dict[str, Any]) -> RewardFn:
     return RewardFn("remote_http", score, is_async=True)
 
 
+def python(options: dict[str, Any]) -> RewardFn:
+    """`path` "package.module:function": (completion, answer, metadata) -> reward. Called in threads of the driver."""
+    path = _options("python", options, path=(str, None))["path"]
+    function = _imported(path)
+
+    def score(ctx: RewardContext, sample: Sample, completion: str) -> Value:
+        return function(completion, ctx.prompt.answer, ctx.prompt.metadata)
+
+    return RewardFn(path, score)
+
+
+def _imported(path: str) -> Callable[[str, str, dict[str, Any]], Value]:
+    option = "rollout.reward.options.path"
+    module_name, _, name = path.partition(":")
+    if not module_name or not name.isidentifier():
+        raise ConfigError(f"{option}: {path!r} names no function; write it as package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module is the user's: whatever it does on import is reported with its place
+        raise ConfigError(
+            f"{option}: cannot import {module_name}: {type(error).__name__}: {error}; fix it, install the package or "
+            "add its folder to PYTHONPATH"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{option}: {module_name} has no function {name}; define it there")
+    try:
+        inspect.signature(function).bind("completion", "answer", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"{option}: {path} does not take three arguments: {error}; define {name}(completion, answer, metadata)"
+        ) from None
+    except ValueError:
+        pass  # a function without a signature (written in C) is tried when it is called
+    return function
+
+
 def math_boxed(options: dict[str, Any]) -> RewardFn:
     """The last \\boxed{...} equals the answer, as text, number or expression (in a process that can be killed)."""
     values = _options("math_boxed", options, timeout_s=((int, float), 5.0))
@@ -177,5 +228,5 @@ def math_boxed(options: dict[str, Any]) -> RewardFn:
 
 SCORERS: dict[str, Callable[[dict[str, Any]], RewardFn]] = {
     fn.__name__: fn
-    for fn in (task, exact, positional, regex, choice_letter, f1, from_metadata, remote_http, math_boxed)
+    for fn in (task, exact, positional, regex, choice_letter, f1, from_metadata, remote_http, math_boxed, python)
 }

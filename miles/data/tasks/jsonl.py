@@ -34,7 +34,8 @@ class JsonlFile:
 
 def _read(config: JsonlConfig) -> list[TaskItem]:
     try:
-        lines = config.path.read_text(encoding="utf-8").splitlines()
+        # Only a newline ends a row: text may hold the other line ends of Unicode. A byte order mark is passed over.
+        lines = config.path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.jsonl.path: cannot read {config.path}: {error}") from error
     items = []
@@ -46,11 +47,24 @@ def _read(config: JsonlConfig) -> list[TaskItem]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+        except ValueError as error:
+            raise ConfigError(f"{place}: a number is too long ({error}); quote it to make it text") from error
+        except RecursionError as error:
+            raise ConfigError(f"{place}: nested too deeply; write a row of a few levels") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{place}: expected a JSON object, got {type(row).__name__}")
         for key in (config.prompt_key, config.answer_key):
-            if not isinstance(row.get(key), str):
+            value = row.get(key)
+            if isinstance(value, int | float):
+                raise ConfigError(f"{place}: {key!r} is {json.dumps(value)[:40]}, not text; quote it")
+            if not isinstance(value, str):
                 raise ConfigError(f"{place}: no text under {key!r} (keys: {', '.join(map(str, row))})")
+            half = next((c for c in value if "\ud800" <= c <= "\udfff"), None)
+            if half is not None:
+                raise ConfigError(
+                    f"{place}: {key!r} holds \\u{ord(half):04x}, half of a surrogate pair and no character; write "
+                    "the character itself or both halves"
+                )
         metadata = {k: v for k, v in row.items() if k not in (config.prompt_key, config.answer_key)}
         items.append(TaskItem(row[config.prompt_key], row[config.answer_key], metadata))
     if not items:

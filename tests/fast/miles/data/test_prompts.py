@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from miles.config import ConfigError
 from miles.data.config import CopyDigitsConfig, DataConfig, JsonlConfig, ReasoningGymConfig
 from miles.data.prompts import PromptSource
+from miles.data.tasks import build_task
 from miles.data.tokenizer import Tokenizer, build_char_tokenizer
 
 
@@ -110,12 +111,26 @@ def test_jsonl_covers_each_line_once_an_epoch_in_a_seeded_order(tokenizer, tmp_p
         (('{"prompt": "1=", "answer": "1"}', "{oops"), "p.jsonl:2: not JSON"),
         (('{"prompt": "1="}',), "p.jsonl:1: no text under 'answer'"),
         (("[1]",), "p.jsonl:1: expected a JSON object, got list"),
+        (('{"prompt": "1=", "answer": 1}',), "p.jsonl:1: 'answer' is 1, not text; quote it"),
+        (('{"prompt": "1=", "answer": "1", "n": ' + "9" * 5000 + "}",), "p.jsonl:1: a number is too long .*; quote it"),
+        (("[" * 100_000,), "p.jsonl:1: nested too deeply; write a row of a few levels"),
+        ((r'{"prompt": "\ud800", "answer": "1"}',), r"p.jsonl:1: 'prompt' holds \\ud800, half of a surrogate pair"),
         (("",), "holds no prompts"),
     ],
 )
 def test_bad_prompt_files_name_the_line(tokenizer, tmp_path, lines, message):
     with pytest.raises(ConfigError, match=message):
         PromptSource(write_lines(tmp_path / "p.jsonl", *lines), tokenizer, 0)
+
+
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x7f"])
+def test_only_a_newline_ends_a_row_and_a_byte_order_mark_is_passed_over(tmp_path, inside):
+    path = tmp_path / "p.jsonl"
+    rows = [{"prompt": f"a{inside}b", "answer": "c"}, {"prompt": "d", "answer": "e"}]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    task = build_task(DataConfig(task="jsonl", jsonl=JsonlConfig(path=path, shuffle=False)), 0)
+    assert [task.item(index).text for index in range(2)] == [f"a{inside}b", "d"]
 
 
 def test_a_missing_prompt_file_is_named(tokenizer, tmp_path):

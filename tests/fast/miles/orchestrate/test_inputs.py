@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import threading
@@ -16,8 +17,9 @@ from miles.config import ConfigError
 from miles.models.hf_files import FolderWriter
 from miles.orchestrate import preflight
 from miles.orchestrate.model_folder import prepare_model
-from miles.orchestrate.preflight import check_inputs, check_model_files, check_port
+from miles.orchestrate.preflight import check_inputs, check_port
 from miles.orchestrate.run_folder import locate
+from miles.recipe.inputs import check_model_files
 from miles.recipe.schema import Recipe
 from miles.rollout.config import EngineConfig
 from miles.rollout.errors import PortError
@@ -129,6 +131,19 @@ def test_free_ports_and_port_zero_pass(taken: socket.socket) -> None:
     taken.close()
     check_port(EngineConfig(port=port))
     check_port(EngineConfig(port=0))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_host_of_another_machine_is_refused_by_its_own_key(recipe: Make, host: str) -> None:
+    with pytest.raises(PortError, match=rf"engine\.host {re.escape(host)}: .*; use an address of this machine"):
+        check_inputs(recipe(engine={"host": host}))
+
+
+def test_prompts_that_the_evaluation_would_lack_are_missed_before_the_start(recipe: Make, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
+    data = {"task": "jsonl", "jsonl": {"path": str(tmp_path / "one.jsonl")}}
+    with pytest.raises(ConfigError, match="no prompt of task jsonl is held out"):
+        check_inputs(recipe(data=data))
 
 
 def test_disk_error_inside_the_safetensors_library_keeps_its_meaning(tmp_path: Path) -> None:

@@ -73,6 +73,14 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(quant={"fake_qat": "nvfp4", "nvfp4": {}}, engine={"nvfp4_experts": {}}), facts(num_experts=8)),
         (recipe(quant={"fake_qat": "nvfp4", "nvfp4": {}}), facts(num_experts=8)),
     ),
+    "STOP-IDS": (
+        (recipe(rollout={"stop_token_ids": [0, 31]}), facts()),
+        (recipe(rollout={"stop_token_ids": [32]}), facts()),
+    ),
+    "REWARD": (
+        (recipe(rollout={"reward": {"kind": "regex", "options": {"pattern": "x"}}}), facts()),
+        (recipe(rollout={"reward": {"kind": "regex"}}), facts()),
+    ),
     "EVIDENCE": ((recipe(), facts()), (recipe(evidence={"status": "bring-up"}), facts())),
 }
 

@@ -86,11 +86,33 @@ def test_an_endless_symbolic_comparison_is_killed_and_counts_as_wrong():
         ("regex", {}, "pattern"),
         ("regex", {"pattern": "("}, "regular expression"),
         ("task", {"x": 1}, "no options"),
+        ("remote_http", {}, "url is missing, and reward kind remote_http needs it; set it to text"),
+        ("remote_http", {"url": "host:80"}, "write it as http://host:port/path"),
+        ("exact", {"strip": 1}, "'1' is not true or false"),
+        ("choice_letter", {"letters": " "}, "letters is empty"),
+        ("python", {}, "path is missing"),
+        ("python", {"path": "json"}, "write it as package.module:function"),
+        ("python", {"path": "no_such_module_here:f"}, "cannot import no_such_module_here: ModuleNotFoundError"),
+        ("python", {"path": "json:nothing"}, "json has no function nothing; define it there"),
+        ("python", {"path": "json:loads"}, "does not take three arguments"),
     ],
 )
 def test_wrong_options_are_config_errors(kind, options, named):
     with pytest.raises(ConfigError, match=named):
         build_reward(RewardConfig(kind=kind, options=options))
+
+
+def test_a_function_of_the_users_is_called_with_completion_answer_and_metadata(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def judge(completion, answer, metadata):\n"
+        "    return {'reward': float(completion == answer), 'difficulty': metadata['difficulty']}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert score("python", "42", "42", {"path": "my_rewards:judge"}) == {"reward": 1.0, "difficulty": 1}
+    assert score("python", "43", "42", {"path": "my_rewards:judge"})["reward"] == 0.0
+    judged = sample()
+    judge(build_reward(RewardConfig(kind="python", options={"path": "my_rewards:judge"})), [judged])
+    assert judged.reward_parts == {"difficulty": 1.0}
 
 
 def judge(fn, samples, **config):

@@ -1,0 +1,93 @@
+"""The files that a recipe names, looked at before anything starts: model folders, tokenizer, prompts.
+
+Reads headers, the tokenizer and the prompts that come first. Left out: what only the device or the engine can say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from miles.config import ConfigError
+from miles.data.prompts import Encoder, Prompt, PromptSource
+from miles.data.tasks import build_task
+from miles.recipe.schema import Recipe
+
+# Prompts of an endless task are alike; a file's may differ, so more of them are looked at.
+LOOKED_AT, LOOKED_AT_IN_FILE = 64, 1024
+# Values are looked at where that takes a moment; the trainer meets those of larger models.
+VALUES_UP_TO_BYTES = 256 << 20
+
+
+class CharacterCount:
+    """The token ids that the character tokenizer of a created model would give, without writing one."""
+
+    def __init__(self, alphabet: str) -> None:
+        self._ids = {character: index + 2 for index, character in enumerate(dict.fromkeys(alphabet))}
+
+    def encode(self, text: str) -> np.ndarray:
+        lost = sorted(set(text) - self._ids.keys())
+        if lost:
+            raise ConfigError(
+                f"tokenizer: {text[:40]!r} has characters that the task's alphabet lacks: {lost}; use model.path with "
+                "a tokenizer that knows them"
+            )
+        return np.array([self._ids[character] for character in text], dtype=np.int64)
+
+
+def check_files(recipe: Recipe) -> None:
+    """`ConfigError` for a model or teacher folder that is not complete."""
+    for folder in (recipe.model.path, recipe.algo.teacher):
+        if folder is not None:
+            check_model_files(Path(folder))
+    if recipe.model.path is not None:
+        check_tokenizer(Path(recipe.model.path))
+
+
+def check_model_files(folder: Path) -> None:
+    """Every tensor that config.json implies is in the folder, whole and of its shape; small ones are finite."""
+    from miles.models import registry
+    from miles.models.family import read_hf_config
+    from miles.models.hf_files import HFCheckpoint
+
+    hf_config, where = read_hf_config(folder), str(folder / "config.json")
+    family = registry.resolve(hf_config, where=where)
+    family.to_mcore(hf_config, where=where)
+    checkpoint = HFCheckpoint(folder)
+    for name, shape, _ in family.shapes(hf_config):
+        checkpoint.check(name, shape)
+    if checkpoint.nbytes() <= VALUES_UP_TO_BYTES:
+        checkpoint.check_finite()
+
+
+def check_tokenizer(folder: Path) -> None:
+    """`ConfigError` for a missing, empty or damaged tokenizer."""
+    from miles.data.tokenizer import Tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"model.path {folder}: tokenizer.json is missing; give a complete Hugging Face model folder")
+    if Tokenizer(folder).vocab_size == 0:
+        raise ConfigError(f"tokenizer: {folder}/tokenizer.json has no tokens; copy or download it again")
+
+
+def first_prompts(recipe: Recipe) -> list[Prompt]:
+    """The prompts that training and evaluation draw first, by the run's own source, so with its own errors.
+
+    Empty for a model folder without a tokenizer, which `check_files` refuses.
+    """
+    encoder: Encoder
+    if recipe.model.path is None:
+        encoder = CharacterCount(build_task(recipe.data, recipe.seed).alphabet)
+    elif (Path(recipe.model.path) / "tokenizer.json").is_file():
+        from miles.data.tokenizer import Tokenizer
+
+        encoder = Tokenizer(recipe.model.path)
+    else:
+        return []
+    source = PromptSource(recipe.data, encoder, recipe.seed)
+    count = LOOKED_AT if source.task.size is None else min(source.task.size, LOOKED_AT_IN_FILE)
+    prompts = source.next_groups(count)
+    if recipe.run.evaluate_prompts:
+        prompts += source.held_out(min(recipe.run.evaluate_prompts, count))
+    return prompts
