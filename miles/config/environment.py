@@ -18,7 +18,6 @@ CI_PREFIX = "MILES_CI_"
 VARIABLES: dict[str, str] = {
     "MILES_RUNS_DIR": "folder that holds run folders when the recipe names none (default: runs)",
     "MILES_NO_COLOR": "1: plain terminal output without colour or live tables",
-    "MILES_LOG_LEVEL": "level of the log lines on standard error: debug, info, warning (default), error",
 }
 
 

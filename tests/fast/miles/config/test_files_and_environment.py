@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import miles
 from miles.config import ConfigError, MilesError, environment
 from miles.config.files import replacing, storage_error, write_atomic
 
@@ -78,7 +79,15 @@ def test_unknown_errno_keeps_the_systems_own_words() -> None:
 def test_misspelt_variable_of_ours_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"MILES_RUN_DIR is not known; did you mean 'MILES_RUNS_DIR'\?"):
         environment.refuse_unknown({"MILES_RUN_DIR": "x", "PATH": "y"})
+    with pytest.raises(ConfigError, match="MILES_LOG_LEVEL is not known"):
+        environment.refuse_unknown({"MILES_LOG_LEVEL": "debug"})
     environment.refuse_unknown({"MILES_RUNS_DIR": "x", "MILES_CI_ANYTHING": "y", "OTHER": "z"})
+
+
+def test_every_declared_variable_is_read_somewhere() -> None:
+    source = "".join(path.read_text() for path in Path(miles.__file__).parent.rglob("*.py"))
+    unread = [name for name in environment.VARIABLES if f'environment.read("{name}")' not in source]
+    assert unread == []
 
 
 def test_only_declared_variables_can_be_read() -> None:
