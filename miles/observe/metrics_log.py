@@ -14,12 +14,12 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-from miles.config.errors import MilesError
+from miles.config.errors import ConfigError
 from miles.config.files import storage_error, write_atomic
 
 
-class MetricsLogError(MilesError):
-    """The metrics log cannot be read."""
+class MetricsLogError(ConfigError):
+    """The metrics log cannot be read or lacks rows: it was changed from outside."""
 
 
 class MetricsLog:
@@ -69,8 +69,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """All complete rows in order. A last line without its newline is the mark of a kill and is left out."""
     if not path.exists():
         return []
+    if not path.is_file():
+        raise MetricsLogError(f"{path}: is not a file; move it away, or use --fresh to start the run over")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise storage_error(path, error) from error
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
         except ValueError:
@@ -84,9 +90,26 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def require_steps(path: Path, rows: list[dict[str, Any]], count: int, *, needed_by: str) -> None:
+    """Raise `MetricsLogError` unless `rows` are those of steps 0 to `count` - 1, each once and in order."""
+    steps = [row["step"] for row in rows]
+    if steps == list(range(count)):
+        return
+    missing = sorted(set(range(count)) - set(steps))
+    lost = f"step {missing[0]} is the first one missing" if missing else "some are double or out of order"
+    raise MetricsLogError(
+        f"{path}: holds {len(rows)} rows, {needed_by} needs {count} ({lost}); restore the file, or use --fresh to "
+        "start the run over"
+    )
+
+
 def rewind(path: Path, *, first_dropped_step: int) -> list[dict[str, Any]]:
-    """Keep only rows with `step < first_dropped_step`; returns them."""
+    """Keep only rows with `step < first_dropped_step`; returns them.
+
+    Raises `MetricsLogError`, and changes nothing, when one of these steps has no row.
+    """
     kept = [row for row in read_rows(path) if row["step"] < first_dropped_step]
+    require_steps(path, kept, first_dropped_step, needed_by=f"the checkpoint after step {first_dropped_step}")
     write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
     return kept
 

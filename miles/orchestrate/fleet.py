@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,15 @@ from miles.config.files import storage_error
 from miles.orchestrate.actors import EngineActor, TrainWorker
 from miles.orchestrate.errors import RunError
 from miles.recipe import Recipe
+from miles.rollout.errors import EngineHttpError, EngineUnreachable
+from miles.sync.errors import EngineSyncError, NoEngineLeft
 
 STOP_WAIT_S = 5.0
 # A full or read-only disk is the user's to mend, wherever it was met.
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 RESUME_HINT = "what was saved is kept: run the same command again to resume"
+# What a dead engine looks like to those that talk to it; the next life of the run starts others.
+ENGINE_LOST = (EngineUnreachable, EngineHttpError, EngineSyncError, NoEngineLeft)
 
 
 @dataclass
@@ -82,6 +86,15 @@ async def _result(call: Any, what: str) -> Any:
         raise RunError(f"{what}: the process died ({reason}); {RESUME_HINT}") from None
 
 
+@contextlib.contextmanager
+def saying_how_to_resume() -> Iterator[None]:
+    """The loss of an engine is a `RunError` that says what to do, whoever met it first."""
+    try:
+        yield
+    except ENGINE_LOST as error:
+        raise RunError(f"{error}; {RESUME_HINT}") from error
+
+
 @contextlib.asynccontextmanager
 async def running_fleet(recipe: Recipe, model_dir: Path, checkpoints: Path, logs: Path) -> AsyncIterator[Fleet]:
     """Start engines and trainer ranks side by side, load or resume, connect the weight sync; stop them at the end."""
@@ -91,8 +104,9 @@ async def running_fleet(recipe: Recipe, model_dir: Path, checkpoints: Path, logs
     workers = [place(TrainWorker, rank).remote(recipe, model_dir, rank) for rank in range(world)]
     fleet = Fleet(recipe.run.timeout_s, workers, engines)
     try:
-        await _start(fleet, checkpoints)
-        yield fleet
+        with saying_how_to_resume():
+            await _start(fleet, checkpoints)
+            yield fleet
     finally:
         await _stop(fleet)
 

@@ -21,7 +21,7 @@ from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig
 from miles.orchestrate.actors import Bundle
 from miles.orchestrate.errors import RunError
-from miles.orchestrate.fleet import Fleet
+from miles.orchestrate.fleet import RESUME_HINT, Fleet
 from miles.orchestrate.rollout_source import RolloutSource
 from miles.orchestrate.run_folder import RunFolder
 from miles.recipe import Recipe
@@ -180,7 +180,7 @@ def check_engines(version: int, engines: dict[str, str]) -> None:
     failed = {url: state for url, state in engines.items() if state != "serving"}
     if failed:
         lines = "; ".join(f"{url}: {state}" for url, state in failed.items())
-        raise RunError(f"weight version {version} did not reach every engine: {lines}")
+        raise RunError(f"weight version {version} did not reach every engine: {lines}; {RESUME_HINT}")
 
 
 def accuracy(samples: list[Sample]) -> float:

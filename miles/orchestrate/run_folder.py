@@ -2,7 +2,8 @@
 
     <runs>/<name>/
       recipe.json       resolved recipe and its digest      checkpoints/   iter_<n>, see miles.train.checkpoint
-      metrics.jsonl     one object a step                   model/         the model the run starts from, if created
+      inputs.json       sha256 of the files it reads        model/         the model the run starts from, if created
+      metrics.jsonl     one object a step
       tensorboard/      event files                         hf_model/      exported model of the finished run
       replay/           steps recorded for `miles replay`   logs/          engine messages
       reward.png, reward.html, result.json (written last)
@@ -72,12 +73,30 @@ class RunFolder:
         return self.path / "recipe.json"
 
     @property
+    def inputs(self) -> Path:
+        return self.path / "inputs.json"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 
     def read_result(self) -> dict[str, Any] | None:
-        """The result of a finished run, else None."""
-        return json.loads(self.result.read_text()) if self.result.exists() else None
+        """The result of a finished run, else None. `RunFolderError` when the file holds something else."""
+        if not self.result.exists():
+            return None
+        try:
+            result = json.loads(self.result.read_text())
+        except (OSError, ValueError) as error:
+            raise self._no_result(type(error).__name__) from None
+        if not isinstance(result, dict) or not isinstance(result.get("line"), str):
+            raise self._no_result("not an object with a line")
+        return result
+
+    def _no_result(self, reason: str) -> RunFolderError:
+        return RunFolderError(
+            f"{self.result}: is not the result of a run ({reason}); remove it and run the same command again to finish "
+            "from the last checkpoint, or use --fresh to start over"
+        )
 
 
 def locate(recipe: Recipe, overrides: Sequence[str]) -> RunFolder:
@@ -135,7 +154,7 @@ def _lock(path: Path) -> Any:
 
 def _clear(folder: RunFolder) -> None:
     """Remove an earlier run; a folder without one is left as it is (`_record_recipe` refuses it)."""
-    if not folder.recipe.exists():
+    if not folder.recipe.is_file():
         return
     # recipe.json goes last: what an interruption leaves is still known to be a run.
     entries = sorted(folder.path.iterdir(), key=lambda entry: entry == folder.recipe)
@@ -152,10 +171,15 @@ def _clear(folder: RunFolder) -> None:
 
 
 def _record_recipe(folder: RunFolder, recipe: Recipe) -> None:
+    if folder.recipe.is_dir():
+        raise RunFolderError(
+            f"{folder.recipe}: is a folder, where a run keeps a file; move it away, or use --set name=NAME for another "
+            "run folder"
+        )
     if folder.recipe.exists():
         try:
             stored = Recipe.model_validate_json(json.dumps(json.loads(folder.recipe.read_text())["recipe"]))
-        except (ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
                 f"{folder.recipe}: cannot be read as a recipe of this version ({type(error).__name__}); "
                 "use --fresh to start over, or --set name=NAME for another folder"

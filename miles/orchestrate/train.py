@@ -19,13 +19,14 @@ from miles.config.files import write_atomic
 from miles.data.packing import FlopsShape
 from miles.data.prompts import PromptSource
 from miles.data.tokenizer import Tokenizer
-from miles.observe.metrics_log import MetricsLog, rewind
+from miles.observe.metrics_log import MetricsLog, read_rows, require_steps, rewind
 from miles.observe.progress import Progress, open_progress
 from miles.observe.reward_report import MEAN_OVER, write_reward_report
 from miles.observe.tensorboard_events import TensorBoardEvents
 from miles.orchestrate.cluster import local_cluster
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.fleet import Fleet, running_fleet
+from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.preflight import check_inputs
@@ -53,11 +54,16 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     check_inputs(recipe)
     with claimed(locate(recipe, overrides), recipe, fresh=fresh) as folder:
         finished = folder.read_result()
+        # A log that cannot be read is refused before anything starts.
+        rows = read_rows(folder.metrics)
         if finished is not None:
+            require_steps(folder.metrics, rows, recipe.run.steps, needed_by="the finished run")
             console.print(
                 f"{folder.path}: this run is finished; --fresh starts it over", highlight=False, soft_wrap=True
             )
+            _check_expectations(recipe, rows)
             return Outcome(finished["line"], finished)
+        check_or_record(recipe, folder)
         model_dir = prepare_model(recipe, folder)
         cpus = recipe.train.parallel.world_size + recipe.engine.count
         progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
@@ -142,7 +148,7 @@ class _Session:
         return step, int(fleet.resumed["weight_version"])
 
     def _recorder(self, stack: contextlib.AsyncExitStack, log: MetricsLog, rows: list[Row]) -> Any:
-        events = TensorBoardEvents(self.folder.tensorboard) if self.recipe.run.tensorboard else None
+        events = TensorBoardEvents(self.folder.tensorboard, rows) if self.recipe.run.tensorboard else None
         if events is not None:
             stack.callback(events.close)
 

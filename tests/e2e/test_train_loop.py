@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ci.declare import register_cpu_ci
 
@@ -74,12 +76,16 @@ def test_killed_process_ends_the_run_and_the_same_command_resumes_the_same_curve
     runs.processes(process)[role][0].kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0, err
-    if role == "trainer":
+    if role != "driver":
         assert "run the same command again to resume" in err
     resumed = runs.run("killed", *STEPS)
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming after step 4" in resumed.stdout
     assert runs.curve("killed") == reference.curve
+    (events,) = (runs.folder / "killed" / "tensorboard").iterdir()
+    read = EventAccumulator(str(events))
+    read.Reload()
+    assert [point.step for point in read.Scalars("train/loss")] == list(range(12))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -102,6 +108,33 @@ def test_finished_run_is_reported_and_a_missed_expectation_fails_the_command(run
     assert "rollout/reward_mean: mean of the last 1 steps" in missed.stderr
     again = runs.run("low", *options)
     assert "this run is finished" in again.stdout
+    assert (again.returncode, again.stderr) == (1, missed.stderr)
+
+
+def test_damaged_files_of_a_run_are_refused_with_a_way_on(runs, reference):
+    def refused() -> str:
+        done = runs.run("whole", *STEPS)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    folder = runs.folder / "whole"
+    shutil.copytree(reference.folder, folder)
+    # The digest holds the folder of the runs.
+    stored = json.loads((folder / "recipe.json").read_text())
+    stored["recipe"]["run"]["directory"] = str(runs.folder)
+    (folder / "recipe.json").write_text(json.dumps(stored))
+    assert runs.run("whole", *STEPS).returncode == 0
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:5]))
+    assert "metrics.jsonl: holds 5 rows, the finished run needs 12 (step 5 is the first one missing)" in refused()
+    (folder / "result.json").unlink()
+    assert "metrics.jsonl: holds 5 rows, the checkpoint after step 12 needs 12 (step 5 is the first" in refused()
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl: is not a file; move it away" in refused()
+    (folder / "result.json").write_text("{}")
+    assert "result.json: is not the result of a run" in refused()
 
 
 def test_a_reader_of_the_output_that_goes_away_stops_the_run_with_a_message(runs):

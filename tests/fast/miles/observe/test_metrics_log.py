@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.config import ConfigError
-from miles.observe.metrics_log import MetricsLog, MetricsLogError, read_rows, rewind
+from miles.observe.metrics_log import MetricsLog, MetricsLogError, read_rows, require_steps, rewind
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_cut_last_line_is_left_out_and_rewind_removes_it(path: Path) -> None:
     with path.open("a") as file:
         file.write('{"step": 3, "train/lo')
     assert read_rows(path) == rows
-    assert rewind(path, first_dropped_step=10) == rows
+    assert rewind(path, first_dropped_step=3) == rows
     assert read_rows(path) == rows
     assert path.read_text().endswith("\n")
 
@@ -90,10 +90,14 @@ def test_any_cut_leaves_a_prefix_of_whole_rows(
     path = tmp_path_factory.mktemp("cut") / "metrics.jsonl"
     written = fill(path, rows)
     path.write_bytes(path.read_bytes()[:cut])
-    kept = rewind(path, first_dropped_step=first_dropped)
-    assert kept == written[: len(kept)]
-    assert len(kept) <= first_dropped
-    assert read_rows(path) == kept
+    whole = read_rows(path)
+    assert whole == written[: len(whole)]
+    if len(whole) < first_dropped:
+        with pytest.raises(MetricsLogError, match=f"holds {len(whole)} rows, .* needs {first_dropped} "):
+            rewind(path, first_dropped_step=first_dropped)
+        return
+    assert rewind(path, first_dropped_step=first_dropped) == written[:first_dropped]
+    assert read_rows(path) == written[:first_dropped]
 
 
 @pytest.fixture
@@ -126,3 +130,30 @@ def test_log_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="a part of this path is a file"):
         MetricsLog(tmp_path / "file" / "metrics.jsonl")
+
+
+def test_rows_that_a_checkpoint_counts_but_the_file_lacks_are_refused_and_nothing_is_changed(path: Path) -> None:
+    fill(path, 12)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError) as raised:
+        rewind(path, first_dropped_step=30)
+    assert str(raised.value) == (
+        f"{path}: holds 12 rows, the checkpoint after step 30 needs 30 (step 12 is the first one missing); restore the "
+        "file, or use --fresh to start the run over"
+    )
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [([0, 2], "step 1 is the first"), ([0, 1, 1, 2], "double"), ([1, 0], "order")]
+)
+def test_rows_must_be_of_each_step_once_and_in_order(path: Path, steps: list[int], said: str) -> None:
+    with pytest.raises(MetricsLogError, match=said):
+        require_steps(path, [{"step": step} for step in steps], len(set(steps)) + (said[0] == "s"), needed_by="it")
+    require_steps(path, [], 0, needed_by="it")
+
+
+def test_folder_in_the_place_of_the_log_is_refused_with_a_way_out(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: is not a file; move it away, or use --fresh"):
+        read_rows(path)

@@ -18,6 +18,9 @@ from miles.config import ConfigError, MilesError
 from miles.orchestrate import fleet
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.fleet import Fleet
+from miles.orchestrate.loop import check_engines
+from miles.rollout.errors import EngineHttpError, EngineUnreachable
+from miles.sync.errors import EngineSyncError, NoEngineLeft
 
 
 def error_classes() -> list[type[MilesError]]:
@@ -100,6 +103,35 @@ def test_dead_actor_says_how_to_resume() -> None:
 
     with pytest.raises(RunError, match=r"trainer 0: work: the process died .*run the same command again to resume"):
         call(FakeWorker(ray.exceptions.RayActorError()))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoEngineLeft("no engine took version 14: engine http://h:1: unreachable: ConnectionResetError"),
+        EngineSyncError("http://h:1", "unreachable", "ConnectionResetError"),
+        EngineUnreachable("engine http://h:1: connection lost"),
+        EngineHttpError("engine http://h:1: 503", status=503, kind="dying"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_lost_engine_says_how_to_resume(error: MilesError) -> None:
+    with pytest.raises(RunError) as raised, fleet.saying_how_to_resume():
+        call(FakeWorker(task_error(error)))
+    assert str(raised.value) == f"{error}; what was saved is kept: run the same command again to resume"
+
+
+def test_what_another_start_cannot_mend_does_not_promise_a_resume() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path x: no such folder$"), fleet.saying_how_to_resume():
+        call(FakeWorker(task_error(ConfigError("model.path x: no such folder"))))
+
+
+def test_engine_that_did_not_take_a_version_says_how_to_resume() -> None:
+    check_engines(3, {"http://h:1": "serving"})
+    with pytest.raises(
+        RunError, match=r"version 3 did not reach every engine: http://h:2: dirty; .*run the same command"
+    ):
+        check_engines(3, {"http://h:1": "serving", "http://h:2": "dirty"})
 
 
 def test_wait_on_an_actor_is_bounded() -> None:

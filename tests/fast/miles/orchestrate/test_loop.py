@@ -148,4 +148,4 @@ def test_check_names_only_the_engines_that_failed() -> None:
     check_engines(1, {"a": "serving", "b": "serving"})
     with pytest.raises(RunError) as raised:
         check_engines(7, {"a": "serving", "b": "gone"})
-    assert str(raised.value) == "weight version 7 did not reach every engine: b: gone"
+    assert str(raised.value).startswith("weight version 7 did not reach every engine: b: gone; what was saved is kept")

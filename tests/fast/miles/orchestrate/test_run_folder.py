@@ -128,7 +128,35 @@ def test_a_folder_that_is_no_run_is_never_emptied(recipe: Make, fresh: bool) -> 
     assert (folder.path / "thesis.txt").exists()
 
 
-@pytest.mark.parametrize("text", ["{broken", "{}", '{"recipe": {"name": "x", "gone": 1}}'])
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "null", '{"line": 3}', "\udcff"])
+def test_result_that_is_none_is_refused_with_both_ways_on(recipe: Make, text: str) -> None:
+    made = recipe()
+    with claimed(locate(made, []), made, fresh=False) as folder:
+        folder.result.write_text(text, errors="surrogateescape")
+        with pytest.raises(
+            RunFolderError, match=r"result\.json: is not the result .*; remove it and run the same .*--fresh"
+        ):
+            folder.read_result()
+        folder.result.unlink()
+        folder.result.mkdir()
+        with pytest.raises(RunFolderError, match=r"result\.json: is not the result of a run \(IsADirectoryError\)"):
+            folder.read_result()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_folder_in_the_place_of_the_recipe_is_refused_and_never_emptied(recipe: Make, fresh: bool) -> None:
+    made = recipe()
+    folder = locate(made, [])
+    (folder.recipe / "work").mkdir(parents=True)
+    with pytest.raises(RunFolderError, match=r"recipe\.json: is a folder, where a run keeps a file; move it away, or"):
+        with claimed(folder, made, fresh=fresh):
+            pass
+    assert (folder.recipe / "work").is_dir()
+
+
+@pytest.mark.parametrize(
+    "text", ["{broken", "{}", "[]", "null", '{"recipe": 3}', '{"recipe": {"name": "x", "gone": 1}}']
+)
 def test_recipe_of_another_version_is_named_with_a_way_out(recipe: Make, text: str) -> None:
     made = recipe()
     folder = locate(made, [])
