@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from miles.config import ConfigError
-from miles.config.files import storage_error, write_atomic
+from miles.config.files import write_atomic
 from miles.orchestrate.errors import RunFolderError
 from miles.orchestrate.run_folder import RunFolder
 from miles.recipe import Recipe
@@ -80,8 +80,6 @@ def fingerprint(path: Path) -> Fingerprint:
 def _read(path: Path) -> dict[str, Fingerprint] | None:
     try:
         files = json.loads(path.read_text())["files"] if path.exists() else None
-    except IsADirectoryError as error:
-        raise storage_error(path, error) from error
     except (OSError, ValueError, KeyError, TypeError):
         files = ()
     if files is None or isinstance(files, dict):

@@ -105,6 +105,10 @@ def test_damaged_record_is_refused_with_a_way_out(reads_file: Recipe, text: str)
     with pytest.raises(RunFolderError, match=r"inputs\.json: is not a record .*; remove it to go on"):
         start(reads_file)
     folder.inputs.unlink()
+    folder.inputs.mkdir()
+    with pytest.raises(RunFolderError, match=r"inputs\.json: is not a record .*; remove it to go on"):
+        start(reads_file)
+    folder.inputs.rmdir()
     start(reads_file)
 
 
