@@ -73,6 +73,8 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         raise ModelError(f"{path}: not a safetensors file: its header is a {type(header).__name__}")
     header.pop("__metadata__", None)
     for name, entry in header.items():
+        if not _is_entry(entry):
+            raise ModelError(f"{path}: not a safetensors file: its header does not describe tensor {name}")
         end = 8 + length + entry["data_offsets"][1]
         if end > size:
             raise ModelError(
@@ -80,6 +82,16 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
                 "copy or download the file again"
             )
     return header
+
+
+def _is_entry(entry: object) -> bool:
+    """{dtype: text, shape: [size...], data_offsets: [start, end]}, sizes and offsets not negative."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    return all(type(size) is int and size >= 0 for size in (*shape, *offsets)) and offsets[0] <= offsets[1]
 
 
 class HFCheckpoint:

@@ -62,13 +62,18 @@ def check_model_files(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """`ConfigError` for a missing, empty or damaged tokenizer."""
+    """`ConfigError` for a missing or damaged tokenizer, or one with more tokens than the model."""
     from miles.data.tokenizer import Tokenizer
+    from miles.models.family import read_hf_config
 
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"model.path {folder}: tokenizer.json is missing; give a complete Hugging Face model folder")
-    if Tokenizer(folder).vocab_size == 0:
-        raise ConfigError(f"tokenizer: {folder}/tokenizer.json has no tokens; copy or download it again")
+    size, rows = Tokenizer(folder).vocab_size, read_hf_config(folder)["vocab_size"]
+    if size > rows:
+        raise ConfigError(
+            f"tokenizer: {folder}/tokenizer.json has {size} tokens, but the model has rows for {rows}; use the tokenizer "
+            "that the model was trained with"
+        )
 
 
 def first_prompts(recipe: Recipe) -> list[Prompt]:

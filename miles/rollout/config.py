@@ -149,7 +149,7 @@ class EngineConfig(StrictModel):
 
     engine: Literal["embedded", "sglang"] = "embedded"
     count: int = Field(1, ge=1, le=256)
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d{1,3})?)$")
+    device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: int = Field(1, ge=1, le=1024)
     host: str = "127.0.0.1"
@@ -172,6 +172,14 @@ class EngineConfig(StrictModel):
     def _host_is_an_address(cls, host: str) -> str:
         check_host(host)
         return host
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_one_of_ours(cls, device: str) -> str:
+        # torch keeps a device's number in a signed byte.
+        if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", device):
+            raise ValueError(f"{device!r} is no device; use cpu, cuda or cuda:N")
+        return device
 
     @model_validator(mode="after")
     def _options_fit_engine(self) -> EngineConfig:

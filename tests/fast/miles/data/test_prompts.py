@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from miles.config import ConfigError
@@ -131,6 +133,26 @@ def test_only_a_newline_ends_a_row_and_a_byte_order_mark_is_passed_over(tmp_path
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     task = build_task(DataConfig(task="jsonl", jsonl=JsonlConfig(path=path, shuffle=False)), 0)
     assert [task.item(index).text for index in range(2)] == [f"a{inside}b", "d"]
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=3)
+)
+_ROW = st.dictionaries(st.sampled_from(["prompt", "answer", "other"]), _JSON).map(json.dumps).map(str.encode)
+
+
+@given(st.lists(st.binary(max_size=30) | _ROW | st.just(b'{"prompt": "1", "answer": "2"}'), max_size=4))
+def test_any_file_is_read_or_refused_with_its_name(tmp_path_factory, lines):
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    said = "any.jsonl"
+    try:
+        task = build_task(DataConfig(task="jsonl", jsonl=JsonlConfig(path=path)), 0)
+        texts = [task.item(index).text for index in range(task.size)]
+    except ConfigError as error:
+        said, texts = str(error), []
+    assert "any.jsonl" in said
+    assert "".join(texts).encode().decode() == "".join(texts)
 
 
 def test_a_missing_prompt_file_is_named(tokenizer, tmp_path):

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from miles.models import registry
@@ -16,7 +18,7 @@ from miles.models.config import ModelShape
 from miles.models.create import create_checkpoint
 from miles.models.errors import ModelError, UnsupportedModelError
 from miles.models.family import read_hf_config
-from miles.models.hf_files import FolderWriter, HFCheckpoint, write_shards
+from miles.models.hf_files import FolderWriter, HFCheckpoint, read_header, write_shards
 
 
 @pytest.mark.parametrize("family", registry.families())
@@ -158,3 +160,28 @@ def test_folder_appears_whole_or_not_at_all(tmp_path):
             (folder / "x").write_text(text)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (target / "x").read_text() == "new"
+
+
+_ENTRY = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "I8", 3, None]),
+        "shape": st.lists(st.integers(-1, 4), max_size=2) | st.none(),
+        "data_offsets": st.lists(st.integers(-8, 64) | st.none(), max_size=3),
+    },
+)
+
+
+@given(
+    st.binary(max_size=40) | st.dictionaries(st.text(max_size=4), _ENTRY | st.none()).map(json.dumps).map(str.encode)
+)
+def test_any_safetensors_header_is_read_or_refused_with_its_file(tmp_path_factory, header):
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(32))
+    said = "any.safetensors"
+    try:
+        entries = read_header(path)
+    except ModelError as error:
+        said, entries = str(error), {}
+    assert "any.safetensors" in said
+    assert all(0 <= entry["data_offsets"][0] <= entry["data_offsets"][1] <= 32 for entry in entries.values())

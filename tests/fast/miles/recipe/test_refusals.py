@@ -39,7 +39,8 @@ def refusal(*sets: str) -> str:
         ("engine.threads=100000", "engine.threads: input should be less than or equal to 1024"),
         ("engine.host=256.1.1.1", "engine.host: '256.1.1.1' does not appear to be an IPv4 or IPv6 address; use an"),
         ("engine.host='a b'", "engine.host: 'a b' is no host name; use an address of this machine"),
-        ("engine.device=foo", "engine.device: string should match pattern"),
+        ("engine.device=foo", "engine.device: 'foo' is no device; use cpu, cuda or cuda:N"),
+        ("engine.device='cuda:999'", "engine.device: 'cuda:999' is no device"),
         ("run.timeout_s=1e-9", "run.timeout_s: input should be greater than or equal to 1"),
         ("run.replay_steps=[-1]", "run.replay_steps has -1, but run.steps 200 makes the steps 0 to 199"),
         ("run.replay_steps=[200]", "run.replay_steps has 200"),
@@ -126,6 +127,9 @@ def test_damaged_folder_is_refused_by_a_dry_run(model: Path) -> None:
     for broken in (b"", b"{", whole[:100]):
         tokenizer.write_bytes(broken)
         assert "tokenizer: cannot read" in refusal(path)
+    build_char_tokenizer("0123456789=+", model.parent / "larger")
+    tokenizer.write_bytes((model.parent / "larger" / "tokenizer.json").read_bytes())
+    assert "has 14 tokens, but the model has rows for 13; use the tokenizer that" in refusal(path)
     tokenizer.unlink()
     assert "tokenizer.json is missing; give a complete Hugging Face model folder" in refusal(path)
     tokenizer.write_bytes(whole)
@@ -166,6 +170,11 @@ def test_a_deep_value_is_not_shown_whole(tmp_path: Path, depth: int, said: str) 
     with pytest.raises(ConfigError, match=said) as raised:
         load(path)
     assert len(str(raised.value)) < 400
+
+
+def test_shipped_recipes_start_without_a_warning() -> None:
+    paths = sorted((ROOT / "recipes").glob("*.yaml"))
+    assert {path.stem: check_or_raise(load(path)) for path in paths} == {path.stem: [] for path in paths}
 
 
 def test_metric_names_are_those_that_the_components_write() -> None:
