@@ -4,8 +4,11 @@ nobody reads any more."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
+import stat
+import sys
 from pathlib import Path
 from typing import TextIO
 
@@ -26,10 +29,51 @@ def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bo
         if mode is not None:
             os.chmod(temporary, mode)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno is not None:
+            # A full disk comes without a name, a refused folder with that of the temporary file.
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write what a person asked for with `--out`: a regular file whole or not at all, behind the links that lead to it.
+
+    What is no regular file (a pipe, a terminal, a device) is written into and stays what it is; so is our own
+    standard output under another name. No folder is made: `OSError` names the one that is missing.
+    """
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        target = Path(os.path.realpath(path))
+        if not target.parent.is_dir():
+            message = "no such folder to write into; make it first"
+            raise FileNotFoundError(errno.ENOENT, message, str(target.parent)) from None
+        write_whole(target, data)
+        return
+    if stat.S_ISDIR(there.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "a folder; name a file in it", str(path))
+    for stream in (sys.stdout, sys.stderr):
+        if _is_open_as(stream, there):
+            # `--out /dev/stdout > file`: a new file under its name would take the shell's place of output away.
+            stream.flush()
+            stream.buffer.write(data)
+            stream.flush()
+            return
+    if stat.S_ISREG(there.st_mode):
+        write_whole(Path(os.path.realpath(path)), data, mode=stat.S_IMODE(there.st_mode))
+    else:
+        with open(path, "wb") as file:
+            file.write(data)
+
+
+def _is_open_as(stream: TextIO, there: os.stat_result) -> bool:
+    try:
+        return hasattr(stream, "buffer") and os.path.samestat(os.fstat(stream.fileno()), there)
+    except (OSError, ValueError):
+        return False
 
 
 def drop_output(stream: TextIO) -> None:

@@ -88,13 +88,16 @@ def _schema(space: Workspace, not_run: list[str]) -> Iterator[Diagnostic]:
 def _links(space: Workspace) -> Iterator[Diagnostic]:
     """Links are not followed, so that no file counts twice; a test behind one must not be missed unnoticed."""
     for folder, folders, names in os.walk(space.root / TESTS):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "helpers")
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in [*folders, *sorted(names)]:
             path = Path(folder, name)
             if path.is_symlink() and (path.is_dir() or (name.startswith("test_") and name.endswith(".py"))):
-                message = "a symbolic link is not followed: what lies behind it runs under its own path only, or never"
+                message = (
+                    "a symbolic link is not followed: what lies behind it runs under its own path only, or never, "
+                    "though pytest alone runs it here; put a copy, or an import, in its place"
+                )
                 where = path.relative_to(space.root).as_posix()
-                yield Diagnostic(where, 1, 1, "symbolic-link", message, "warning")
+                yield Diagnostic(where, 1, 1, "symbolic-link", message)
 
 
 def _passed_at_introduction(space: Workspace, base: str, today: date) -> Iterator[Diagnostic]:

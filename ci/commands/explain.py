@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ci.commands.options import add_selection, add_workspace, selection_of, workspace
+from ci.commands.options import add_selection, add_workspace, repository_path, selection_of, workspace
 from ci.commands.output import print_json, print_table
 from ci.errors import ExitCode, UsageError, suggestion
 from ci.select.affected import Affected
@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
     space = workspace(args)
     selection, affected = selection_of(args, space)
     records = explain(space, selection, affected)
-    wanted = [_relative(space, path) for path in args.paths]
+    wanted = [repository_path(space, path) for path in args.paths]
     if wanted:
         known = {record["path"] for record in records}
         for path in wanted:
@@ -48,16 +48,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _inside(path: str, wanted: str) -> bool:
     return path == wanted or path.startswith(wanted.rstrip("/") + "/")
-
-
-def _relative(space: Workspace, path: str) -> str:
-    from pathlib import Path
-
-    candidate = Path(path)
-    try:
-        return candidate.resolve().relative_to(space.root.resolve()).as_posix()
-    except ValueError:
-        return path
 
 
 def explain(space: Workspace, selection: Selection, affected: Affected | None) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("gate: name the history store with --history or MILES_CI_HISTORY_URL")
     from ci.history.store import open_store
 
-    store = open_store(address)
+    store = open_store(address, create=False)
     try:
         if args.action == "check":
             return _check(args, store)

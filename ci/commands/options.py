@@ -22,6 +22,16 @@ def add_workspace(parser: argparse.ArgumentParser, *, formats: tuple[str, ...] =
     parser.add_argument("--today", metavar="DATE", help="judge dates as of this day (default: today)")
 
 
+def repository_path(space: Workspace, word: str) -> str:
+    """A file or folder of the command line relative to the repository, whether it was named from here or from the root."""
+    if not Path(word).exists() and (space.root / word).exists():
+        return Path(word).as_posix()
+    try:
+        return Path(word).resolve().relative_to(space.root.resolve()).as_posix()
+    except ValueError:
+        return word
+
+
 def workspace(args: argparse.Namespace) -> Workspace:
     found = Workspace.find(args.root, args.registry)
     day: date | None = parse_day(args.today, "--today") if args.today else None

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ci.errors import ExitCode, UsageError
+from ci.files import write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         text = page(card)
     if args.out:
-        args.out.write_text(text, encoding="utf-8")
+        write_output(args.out, text.encode())
         print(f"{args.out}: {len(text.encode()):,} bytes")
     else:
         sys.stdout.write(text + ("" if text.endswith("\n") else "\n"))

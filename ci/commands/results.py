@@ -1,6 +1,6 @@
 """Results of shards: show them, or merge them and prove that nothing planned was left unobserved.
 
-miles-ci results show results --slowest 20                         every results.json below the folder
+miles-ci results show results --slowest 20                         every results.json below the folder; exits as those runs
 miles-ci results merge --plan plan.json results --out merged.json  exit 5 on a dark test
 miles-ci results merge --plan plan.json results --skipped stage-b-cpu="stage-a-cpu failed"
 miles-ci results flaky results --history URL --format json         drafted reports of flaky tests, and what to close
@@ -9,6 +9,7 @@ miles-ci results flaky results --history URL --format json         drafted repor
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from ci.commands.output import print_json
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from ci.report import results
+    from ci.run.results import exit_code_of
 
     if not 0 <= args.slowest <= 10_000:
         raise UsageError(f"--slowest {args.slowest}: must be between 0 and 10000")
@@ -53,13 +55,14 @@ def main(args: argparse.Namespace) -> int:
         print_json([shard.as_json() for shard in shards])
     else:
         print(results.summary(shards, slowest=args.slowest))
-    return 0
+    return exit_code_of(shards)
 
 
 def _merge(args: argparse.Namespace, places: list[Path]) -> int:
+    from ci.files import write_output
     from ci.plan.model import Plan
     from ci.report import merge, results
-    from ci.run.results import read_results, write_json
+    from ci.run.results import read_results
 
     if not args.plan:
         raise UsageError("results merge needs --plan FILE: without the plan nothing can be called missing")
@@ -68,7 +71,7 @@ def _merge(args: argparse.Namespace, places: list[Path]) -> int:
     shards = [read_results(file) for file in results.find_results(places)]
     merged = merge.merge(plan, shards, skipped=_skipped(args.skipped), suites=args.suite or None)
     if args.out:
-        write_json(Path(args.out), merged.as_json())
+        write_output(Path(args.out), (json.dumps(merged.as_json(), indent=1, sort_keys=True) + "\n").encode())
     if args.format == "json":
         print_json(merged.as_json())
     else:
@@ -96,7 +99,7 @@ def _flaky(args: argparse.Namespace, places: list[Path]) -> int:
     from ci.report.results import load_all
 
     address = args.history or read("MILES_CI_HISTORY_URL")
-    store = open_store(address) if address else None
+    store = open_store(address, create=False) if address else None
     drafts, closing = [], []
     try:
         for shard in load_all(places):

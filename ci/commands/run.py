@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci.commands.options import add_selection, add_workspace, selection_of, workspace
+from ci.commands.options import add_selection, add_workspace, repository_path, selection_of, workspace
 from ci.commands.output import print_json
 from ci.environment import read
 from ci.errors import ExitCode, PlanMismatch, UsageError, suggestion
@@ -75,10 +75,30 @@ def main(args: argparse.Namespace) -> int:
     if shard is not None:
         units = tuple(run_unit(unit) for unit in shard.units)
         if args.file:
-            units = only_files(units, args.file, args.suite)
+            units = only_files(units, _files(args, space, plan, shard), args.suite)
     if not units or shard is None:
         return _nothing(args, space, plan)
     return _run(args, space, plan, shard, units)
+
+
+def _files(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard) -> list[str]:
+    """The words of --file from the root of the repository. `UsageError` for a file that another shard holds."""
+    words = []
+    for word in args.file:
+        path, separator, node = word.partition("::")
+        path = repository_path(space, path)
+        holders = [
+            other for other in plan.shards_of(args.suite)
+            if any(unit.path == path or unit.path.startswith(f"{path}/") for unit in other.units)
+        ]  # fmt: skip
+        if holders and shard.index not in [other.index for other in holders]:
+            places = ", ".join(f"{other.index}/{other.count}" for other in holders)
+            raise UsageError(
+                f"--file {path}: is in shard {places} of suite '{args.suite}', not in {shard.index}/{shard.count}; "
+                "name that shard"
+            )
+        words.append(f"{path}{separator}{node}")
+    return words
 
 
 def _planned(args: argparse.Namespace, space: Workspace) -> tuple[Plan, Shard | None]:

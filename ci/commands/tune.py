@@ -78,7 +78,7 @@ def _learn(space: Workspace, table: Durations, results: list[str], address: str 
     if address:
         from ci.history.store import open_store
 
-        store = open_store(address)
+        store = open_store(address, create=False)
         try:
             passing = {
                 model: store.passing_durations(hardware=model, since=now - MAX_AGE_DAYS * 86_400, limit=WINDOW)

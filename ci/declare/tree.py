@@ -1,6 +1,7 @@
 """Scan a whole repository: which files count, what each declares, a cache keyed by content.
 
-Only files under `tests/` are looked at. `conftest.py` and files below a folder named `helpers` are exempt.
+Only files under `tests/` are looked at. `conftest.py` is exempt, and below a folder named `helpers` everything but
+`test_*.py`, which pytest would run there too.
 Symbolic links are not followed. A file without the bytes `register_` is never parsed.
 """
 
@@ -65,9 +66,9 @@ def scan_tree(root: Path | str, *, cache_dir: Path | None = None) -> Scan:
 def test_tree_files(base: str) -> list[str]:
     """Non-exempt Python files under `tests/`, relative, with `/`, sorted."""
     found: list[str] = []
-    stack = [TESTS]
+    stack = [(TESTS, False)]
     while stack:
-        folder = stack.pop()
+        folder, helpers = stack.pop()
         try:
             entries = list(os.scandir(os.path.join(base, folder)))
         except (FileNotFoundError, NotADirectoryError):
@@ -75,9 +76,11 @@ def test_tree_files(base: str) -> list[str]:
         for entry in entries:
             name = entry.name
             if entry.is_dir(follow_symlinks=False):
-                if name not in _SKIPPED_FOLDERS and not name.startswith(".") and name != "helpers":
-                    stack.append(f"{folder}/{name}")
-            elif name.endswith(".py") and name != "conftest.py" and entry.is_file(follow_symlinks=False):
+                if name not in _SKIPPED_FOLDERS and not name.startswith("."):
+                    stack.append((f"{folder}/{name}", helpers or name == "helpers"))
+            elif not name.endswith(".py") or name == "conftest.py" or (helpers and not is_test_file(name)):
+                continue
+            elif entry.is_file(follow_symlinks=False):
                 found.append(f"{folder}/{name}")
     found.sort()
     return found

@@ -14,6 +14,12 @@ class StoreError(CiError):
     exit_code = 3
 
 
+class NoSuchStore(StoreError):
+    """A command that only reads was given the address of a store that is not there."""
+
+    exit_code = 2
+
+
 class GateError(CiError):
     """A metric gate is declared wrongly, or a person asks for a promotion that cannot be done."""
 

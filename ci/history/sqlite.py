@@ -10,22 +10,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ci.history.errors import StoreError
+from ci.history.errors import NoSuchStore, StoreError
 from ci.history.sql import SqlStore
 
 BUSY_TIMEOUT_S = 10.0
 
 
 class SqliteStore(SqlStore):
-    """`SqliteStore(path)` opens or creates the file; `:memory:` is refused, since no other process could read it."""
+    """`SqliteStore(path)` opens the file, or makes it unless `create=False`; `:memory:` is refused, since no other
+    process could read it."""
 
     _driver_error = sqlite3.Error
 
-    def __init__(self, path: str | Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+    def __init__(self, path: str | Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S, create: bool = True) -> None:
         self._where = str(path)
         self._lock = threading.RLock()
         if self._where in ("", ":memory:"):
             raise StoreError("history store: SQLite needs the path of a file, e.g. sqlite:results/history.db")
+        if not create and not _holds_something(Path(self._where)):
+            raise NoSuchStore(
+                f"history store {self._where}: no such store; runs write it (MILES_CI_HISTORY_URL), here it is only "
+                "read: check the address"
+            )
         try:
             Path(self._where).parent.mkdir(parents=True, exist_ok=True)
             # Tests of one shard end in several threads; the lock below serialises them.
@@ -72,3 +78,10 @@ class SqliteStore(SqlStore):
                     self._execute("ROLLBACK")
                 raise
             self._execute("COMMIT")
+
+
+def _holds_something(path: Path) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size > 0
+    except OSError:
+        return False

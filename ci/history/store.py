@@ -53,8 +53,11 @@ class HistoryStore(Protocol):
     def close(self) -> None: ...
 
 
-def open_store(address: str) -> HistoryStore:
-    """`postgresql://…` or `postgres://…` gives a PostgresStore, `sqlite:PATH` or a plain path a SqliteStore."""
+def open_store(address: str, *, create: bool = True) -> HistoryStore:
+    """`postgresql://…` or `postgres://…` gives a PostgresStore, `sqlite:PATH` or a plain path a SqliteStore.
+
+    With `create=False` (commands that only read) a file that is not there is `NoSuchStore`, and none is made.
+    """
     if address.startswith(("postgresql://", "postgres://")):
         from ci.history.postgres import PostgresStore
 
@@ -70,4 +73,4 @@ def open_store(address: str) -> HistoryStore:
         path = address.removeprefix("sqlite:")
     from ci.history.sqlite import SqliteStore
 
-    return SqliteStore(path)
+    return SqliteStore(path, create=create)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.errors import PlanMismatch, UsageError
-from ci.files import write_whole
+from ci.files import write_output
 
 SCHEMA = 1
 TEST, DECLARATION_ERROR = "test", "declaration-error"
@@ -153,9 +153,9 @@ class Plan:
         return result
 
     def save(self, path: Path) -> None:
-        """Write atomically."""
+        """Write as `ci.files.write_output` does."""
         text = json.dumps(self.as_json(), sort_keys=True, separators=(",", ":"))
-        write_whole(path, f"{text}\n".encode())
+        write_output(path, f"{text}\n".encode())
 
     @classmethod
     def load(cls, path: Path, *, digest: str | None = None) -> Plan:

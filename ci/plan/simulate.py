@@ -105,17 +105,27 @@ class _Tally:
     runs: int = 0
 
 
+def _check(load: Load) -> None:
+    """`UsageError` for the first option out of its range, with what was given."""
+    ranges = (
+        ("--arrivals", load.arrivals_per_hour, load.arrivals_per_hour >= 0, "must be 0 or more"),
+        ("--hours", load.hours, 0 < load.hours <= 10_000, "must be more than 0 and at most 10000"),
+        ("--seeds", load.seeds, 1 <= load.seeds <= 1000, "must be between 1 and 1000"),
+        ("--label-share", load.label_share, 0 <= load.label_share <= 1, "must be between 0 and 1"),
+    )
+    for option, value, good, wanted in ranges:
+        if not good:
+            raise UsageError(f"simulate: {option} {value:g}: {wanted}")
+
+
 def simulate(fleet: Fleet, plan_for: Callable[[str, tuple[str, ...]], Plan], load: Load) -> SimulationReport:
     """Run the simulation. `plan_for(cadence, labels)` gives the plan of a run; it is called once per label set."""
-    if not (load.arrivals_per_hour >= 0 and 0 < load.hours <= 10_000 and 1 <= load.seeds <= 1000):
-        raise UsageError("simulate: arrivals must be >= 0, hours in (0, 10000], seeds in 1..1000")
+    _check(load)
     if load.arrivals_per_hour * load.hours * load.seeds > MAX_RUNS:
         raise UsageError(
             f"simulate: {load.arrivals_per_hour:g} runs per hour for {load.hours:g} h, {load.seeds} times, are more than "
             f"{MAX_RUNS:,} runs; lower --arrivals, --hours or --seeds"
         )
-    if not 0 <= load.label_share <= 1:
-        raise UsageError("simulate: --label-share must lie in 0..1")
     cache: dict[tuple[str, tuple[str, ...]], tuple[Demand, ...]] = {}
 
     def demands_of(cadence: str, labels: tuple[str, ...]) -> tuple[Demand, ...]:

@@ -63,7 +63,10 @@ def observations_of_results(paths: Sequence[Path]) -> Iterator[Observation]:
                 if test["outcome"] == "passed":
                     yield from _of_test(test, info["suite"], info["hardware"], float(info["started_at"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path}: no results of schema 1: {error}") from error
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise UsageError(
+                f"{path}: no results of schema 1: {why}; give a results.json that `miles-ci run` wrote"
+            ) from error
 
 
 def _of_test(test: Mapping[str, Any], suite: str, hardware: str, at: float) -> Iterator[Observation]:

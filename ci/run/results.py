@@ -220,7 +220,8 @@ def read_results(path: Path) -> ShardResults:
         tests = [_test(entry) for entry in data["tests"]]
         return ShardResults(RunInfo(**run), tests, data["devices"], data["status"], data["notes"], ended_at)
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path}: damaged results file: {type(error).__name__}: {error}") from error
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{path}: damaged results file: {why}; run the shard again") from error
 
 
 def _test(entry: Mapping[str, Any]) -> TestResult:

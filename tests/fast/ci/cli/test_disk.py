@@ -31,14 +31,17 @@ def test_a_full_disk_is_the_machines_fault(run, tree: Path, monkeypatch: pytest.
     assert [path.name for path in tree.glob(".plan-*")] == []
 
 
-def test_a_link_to_tests_is_a_warning_since_nothing_behind_it_runs(run, tree: Path) -> None:
+def test_a_link_to_tests_is_an_error_since_nothing_behind_it_runs(run, tree: Path) -> None:
     (tree / "elsewhere").mkdir()
     (tree / "elsewhere/test_far.py").write_text(PLAIN)
     (tree / "tests/fast/test_far.py").symlink_to(tree / "elsewhere/test_far.py")
     (tree / "tests/fast/far").symlink_to(tree / "elsewhere")
-    _, out, _ = run("lint")
-    for path in ("tests/fast/far", "tests/fast/test_far.py"):
-        assert f"{path}:1:1: warning[symbolic-link] a symbolic link is not followed" in out
+    (tree / "tests/fast/helpers").mkdir()
+    (tree / "tests/fast/helpers/test_far.py").symlink_to(tree / "elsewhere/test_far.py")
+    code, out, _ = run("lint")
+    assert code == 2
+    for path in ("tests/fast/far", "tests/fast/test_far.py", "tests/fast/helpers/test_far.py"):
+        assert f"{path}:1:1: error[symbolic-link] a symbolic link is not followed" in out
 
 
 def test_the_scan_cache_is_invisible_to_git(run, tree: Path) -> None:

@@ -54,10 +54,17 @@ def test_a_declaration_in_a_file_that_is_no_test_is_an_error(tmp_path: Path) -> 
 def test_conftest_and_helpers_are_exempt(tmp_path: Path) -> None:
     write_tree(
         tmp_path,
-        {"tests/conftest.py": PLAIN, "tests/fast/helpers/test_like.py": PLAIN, "tests/fast/helpers/deep/x.py": PLAIN},
+        {"tests/conftest.py": PLAIN, "tests/fast/helpers/like.py": PLAIN, "tests/fast/helpers/deep/x_test.py": PLAIN},
     )
     found = scan_tree(tmp_path)
     assert (found.declarations, found.errors, found.files) == ((), (), ())
+
+
+def test_what_pytest_would_run_below_helpers_counts_as_anywhere_else(tmp_path: Path) -> None:
+    write_tree(tmp_path, {"tests/fast/helpers/deep/test_h.py": PLAIN, "tests/e2e/helpers/test_h.py": PLAIN})
+    found = scan_tree(tmp_path)
+    assert [item.path for item in found.declarations] == ["tests/fast/helpers/deep/test_h.py"]
+    assert errors_of(found) == {"tests/e2e/helpers/test_h.py": ["not-declared"]}
 
 
 def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:

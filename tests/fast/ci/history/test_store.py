@@ -188,6 +188,19 @@ def test_addresses_choose_the_store(tmp_path):
         open_store("sqlite:")
 
 
+def test_who_only_reads_makes_no_store(tmp_path):
+    from ci.history.errors import NoSuchStore
+
+    (tmp_path / "empty.db").touch()
+    for address in (f"sqlite:{tmp_path}/a.db", f"sqlite:{tmp_path}/no/b.db", f"{tmp_path}/empty.db", str(tmp_path)):
+        with pytest.raises(NoSuchStore, match="no such store") as caught:
+            open_store(address, create=False)
+        assert caught.value.exit_code == 2
+    assert [(path.name, path.stat().st_size) for path in tmp_path.iterdir()] == [("empty.db", 0)]
+    open_store(f"{tmp_path}/made.db").close()
+    open_store(f"{tmp_path}/made.db", create=False).close()
+
+
 def test_sqlite_runs_in_wal_mode_and_a_locked_file_is_an_error_after_the_timeout(tmp_path):
     from ci.history.sqlite import SqliteStore
 

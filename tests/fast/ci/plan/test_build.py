@@ -193,7 +193,7 @@ def test_the_plan_survives_a_round_trip_and_refuses_changes_and_other_plans(tmp_
         },
     )
     plan = plan_of(tmp_path)
-    path = tmp_path / "out/plan.json"
+    path = tmp_path / "plan.json"
     plan.save(path)
     assert Plan.load(path) == plan
     assert Plan.load(path, digest=plan.digest).digest == plan.digest

@@ -166,7 +166,7 @@ def test_passing_runs_are_read_from_results_and_parts_tell_of_items_only(tmp_pat
         path.write_text(json.dumps(results(outcome)))
         assert list(observations_of_results([path])) == []
     path.write_text('{"schema": 1}')
-    with pytest.raises(UsageError, match="no results of schema 1"):
+    with pytest.raises(UsageError, match="no results of schema 1: 'run' is missing"):
         list(observations_of_results([path]))
 
 

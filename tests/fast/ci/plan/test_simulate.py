@@ -92,7 +92,16 @@ def test_percentiles_are_observed_values() -> None:
     assert percentile([], 0.5) == 0.0
 
 
-@pytest.mark.parametrize("fields", [{"arrivals_per_hour": -1}, {"hours": 0}, {"seeds": 0}, {"label_share": 1.5}])
-def test_senseless_loads_are_refused(fields: dict) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"arrivals_per_hour": -1}, "simulate: --arrivals -1: must be 0 or more"),
+        ({"arrivals_per_hour": float("nan")}, "simulate: --arrivals nan: must be 0 or more"),
+        ({"hours": 0}, "simulate: --hours 0: must be more than 0 and at most 10000"),
+        ({"seeds": 0}, "simulate: --seeds 0: must be between 1 and 1000"),
+        ({"label_share": 1.5}, "simulate: --label-share 1.5: must be between 0 and 1"),
+    ],
+)
+def test_a_senseless_load_names_the_one_option_that_is_wrong(fields: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}$"):
         simulate(FLEET, lambda cadence, labels: plan(cadence, 1), Load(**fields))
