@@ -14,6 +14,7 @@ from typing import Any
 from ci.errors import suggestion
 from ci.fleet.dates import check_until
 from ci.fleet.model import ARCH_VENDOR, VENDOR_OF_BACKEND
+from ci.fleet.patterns import glob_fault, slow_pattern
 from ci.fleet.yaml_source import Document, Keys
 
 FIRST_SUITE = "stage-a-cpu"
@@ -33,6 +34,7 @@ def check_references(document: Document, entries: Entries, today: date) -> None:
         _cadences,
         _retry,
         _notify,
+        _globs,
     )
     for check in checks:
         check(document, entries)
@@ -279,6 +281,14 @@ def _retry(document: Document, entries: Entries) -> None:
             re.compile(rule.pattern)
         except (re.error, RecursionError, OverflowError) as error:
             document.error((*keys, "pattern"), "bad-pattern", f"retry.{name}.pattern: no regular expression: {error}")
+        else:
+            slow = slow_pattern(rule.pattern)
+            if slow is not None:
+                message = (
+                    f"retry.{name}.pattern: {slow} can take for ever on a long log; repeat a character class "
+                    r"instead, with a bound: `[\w.]{1,200}`"
+                )
+                document.error((*keys, "pattern"), "slow-pattern", message)
         repeats = rule.action in ("retry", "retry_other_host")
         if repeats != (rule.max_attempts > 1):
             message = f"retry.{name}.max_attempts: {rule.max_attempts} contradicts action '{rule.action}'"
@@ -295,3 +305,21 @@ def _notify(document: Document, entries: Entries) -> None:
                 "is required for lark (the name of the secret)" if item.kind == "lark" else f"not used by {item.kind}"
             )
             document.error(("notify", name, "secret"), "notify-secret", f"notify.{name}.secret: {word}")
+
+
+def _globs(document: Document, entries: Entries) -> None:
+    """A glob that can match nothing would be a rule that never applies."""
+    selection = document.data.get("selection") if isinstance(document.data, dict) else None
+    found: list[tuple[Keys, object]] = []
+    if isinstance(selection, dict):
+        edges, inert = selection.get("edges"), selection.get("inert")
+        for index, edge in enumerate(edges if isinstance(edges, list) else ()):
+            if isinstance(edge, dict):
+                found += [(("selection", "edges", index, field), edge.get(field)) for field in ("when", "tests")]
+        found += [(("selection", "inert", i), glob) for i, glob in enumerate(inert if isinstance(inert, list) else ())]
+    for name, image in entries["images"].items():
+        found += [(("images", name, "key_files", index), glob) for index, glob in enumerate(image.key_files)]
+    for keys, glob in found:
+        fault = glob_fault(glob) if isinstance(glob, str) else None
+        if fault is not None:
+            document.error(keys, "bad-glob", f"{'.'.join(map(str, keys))}: {glob!r:.60}: {fault}")

@@ -127,9 +127,17 @@ def _report(document: Document, item: Any) -> None:
         document.error(loc, "unknown-value", f"{dotted}: {value!r:.80} is not allowed{near}", of_key=in_key)
     else:
         code = "wrong-type" if kind.endswith(("_type", "_parsing")) else "bad-value"
-        message = item["msg"][0].lower() + item["msg"][1:]
+        message = _unseen(item["input"]) or item["msg"][0].lower() + item["msg"][1:]
         shown = "" if isinstance(item["input"], dict | list) else f" (got {item['input']!r:.60})"
         document.error(loc, code, f"{dotted}: {message}{shown}", of_key=len(item["loc"]) != len(loc))
+
+
+def _unseen(value: Any) -> str | None:
+    """A text that no one can check by reading it: names the character instead of the rule."""
+    if not isinstance(value, str):
+        return None
+    bad = next((letter for letter in value if not letter.isprintable()), None)
+    return f"the character {bad!a} cannot be seen; remove it" if bad is not None else None
 
 
 def _choices(expected: str) -> list[str]:

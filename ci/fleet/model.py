@@ -13,11 +13,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
-Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]{1,300}$")]
+# Control characters, and those that are not seen but change how a line reads (direction, joiners, separators).
+_UNSEEN = r"\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff"
+Line = Annotated[str, StringConstraints(pattern=rf"^[^{_UNSEEN}]{{1,300}}$")]
 RunnerLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Glob = Annotated[str, StringConstraints(pattern=r"^[^/\s\\][^\s\\]{0,199}$")]
 Folder = Annotated[str, StringConstraints(pattern=r"^[^/\s\\*?\[][^\s\\*?\[]{0,199}$")]
-Reason = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]{15,500}$")]
+Reason = Annotated[str, StringConstraints(pattern=rf"^[^{_UNSEEN}]{{15,500}}$")]
 Issue = Annotated[str, StringConstraints(pattern=r"^(#[1-9][0-9]{0,8}|https://[^\s]{4,500})$")]
 IsoDate = Annotated[str, StringConstraints(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])$")]
 Cron = Annotated[str, StringConstraints(pattern=r"^[0-9*,/-]+( [0-9*,/-]+){4}$")]
