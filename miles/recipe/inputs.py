@@ -15,7 +15,7 @@ from miles.data.tasks import build_task
 from miles.recipe.schema import Recipe
 
 # Prompts of an endless task are alike; a file's may differ, so more of them are looked at.
-LOOKED_AT, LOOKED_AT_IN_FILE = 64, 1024
+LOOKED_AT, LOOKED_AT_IN_FILE = 64, 4096
 # Values are looked at where that takes a moment; the trainer meets those of larger models.
 VALUES_UP_TO_BYTES = 256 << 20
 

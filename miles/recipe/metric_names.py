@@ -33,4 +33,6 @@ def fault(name: str) -> str | None:
         return None
     if name.startswith("eval/"):
         return "is measured once after the last step, and expect judges what steps report"
-    return f"is no metric that a step reports; {suggestion(name, METRICS)}"
+    same = sorted(metric for metric in METRICS if metric.partition("/")[2] == name.rpartition("/")[2])
+    hint = f"did you mean {' or '.join(same)}?" if same else suggestion(name, METRICS)
+    return f"is no metric that a step reports; {hint}"

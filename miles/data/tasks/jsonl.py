@@ -48,7 +48,7 @@ def _read(config: JsonlConfig) -> list[TaskItem]:
         except json.JSONDecodeError as error:
             raise ConfigError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
         except ValueError as error:
-            raise ConfigError(f"{place}: a number is too long ({error}); quote it to make it text") from error
+            raise ConfigError(f"{place}: a number has too many digits to be read; quote it to make it text") from error
         except RecursionError as error:
             raise ConfigError(f"{place}: nested too deeply; write a row of a few levels") from error
         if not isinstance(row, dict):

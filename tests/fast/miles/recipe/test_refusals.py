@@ -48,6 +48,7 @@ def refusal(*sets: str) -> str:
         ("model.create.num_layers=1000000000", "model.create.num_layers: input should be less than or equal to 1024"),
         ("expect={rollout/reward_mean: {min: 2, max: 1}}", "at least min 2.0 and at most max 1.0; swap them"),
         ("expect={rollout/reward_men: {min: 0}}", "reports; did you mean 'rollout/reward_mean'?"),
+        ("expect={loss: {min: 0}}", "loss is no metric that a step reports; did you mean train/loss?"),
         ("expect={eval/reward_mean: {min: 0}}", "eval/reward_mean is measured once after the last step"),
     ],
 )
