@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
+
 from ci.run import dark
 
 
@@ -115,6 +117,43 @@ def test_swallowed_pytest_main_is_named_and_a_used_one_is_not():
     (found,) = find(swallowed, "test_all")
     assert found.startswith("pytest.main: its result is thrown away")
     assert find(used, "test_a") == []
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "rc = pytest.main([__file__]); print(rc)",
+        "rc: int = pytest.main([__file__])",
+        "rc = pytest.main([__file__]); print(f'ended with {rc}', file=sys.stderr)",
+        "rc = pytest.main([__file__]); rc",
+        "print(pytest.main([__file__]))",
+        "run = pytest.main; run([__file__])",
+        "run = pytest.main; rc = run([__file__])",
+        "from pytest import main; main([__file__])",
+        "from pytest import main as go; go([__file__])",
+        "import pytest as pt; pt.main([__file__])",
+    ],
+)
+def test_the_result_of_pytest_main_is_thrown_away_under_any_name(lines):
+    source = f"import sys, pytest\ndef test_a(): assert 1\nif __name__ == '__main__':\n    {lines}\n"
+    (found,) = find(source, "test_a")
+    assert found.startswith("pytest.main: its result is thrown away")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "rc = pytest.main([__file__]); print(rc); sys.exit(rc)",
+        "run = pytest.main; sys.exit(run([__file__]))",
+        "from pytest import main; raise SystemExit(main([__file__]))",
+        "rc = pytest.main([__file__]); assert rc == 0",
+        "main = print; main('done')",
+        "codes = [pytest.main([__file__])]; sys.exit(max(codes))",
+    ],
+)
+def test_a_result_of_pytest_main_that_is_judged_is_none_of_them(lines):
+    source = f"import sys, pytest\ndef test_a(): assert 1\nif __name__ == '__main__':\n    {lines}\n"
+    assert find(source, "test_a") == []
 
 
 def test_file_in_which_nothing_is_checked_cannot_fail():
