@@ -17,6 +17,11 @@ from ci.fleet.schema import SCHEMA_PATH, schema_text
 
 FIRST_REGISTRY = Path(__file__).resolve().parents[1] / "fleet" / "first_registry.yaml"
 
+NEXT = """\
+now: put a first test into tests/fast/test_*.py, then miles-ci lint, then miles-ci run --suite stage-a-cpu
+later: a GPU suite needs entries of hardware: and pools:, and for `miles-ci generate` one of images:, whose name begins \
+with cuda or rocm"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", type=Path, default=Path("."), metavar="DIR", help="repository (default: here)")
@@ -33,5 +38,5 @@ def main(args: argparse.Namespace) -> int:
     except FileExistsError as error:
         raise UsageError(f"{args.root / REGISTRY} exists already; `miles-ci lint` checks it") from error
     schema.write_text(schema_text(), encoding="utf-8")
-    print(f"{REGISTRY}\n{SCHEMA_PATH}\nnow: miles-ci lint, then miles-ci run --suite stage-a-cpu")
+    print(f"{REGISTRY}\n{SCHEMA_PATH}\n{NEXT}")
     return ExitCode.OK

@@ -26,16 +26,13 @@ PAGE = (REPOSITORY / "docs/ci/adopt.md").read_text(encoding="utf-8")
 
 
 class Project:
-    """A package `acme` below src/, one test, a copy of ci/ and nothing else."""
+    """A copy of ci/, a second test, and nothing else: the page makes the rest."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "acme-gpu"
         ignored = shutil.ignore_patterns("__pycache__", "node_modules", "durations.json")
         shutil.copytree(REPOSITORY / "ci", self.root / "ci", ignore=ignored)
-        self.write("src/acme/__init__.py", "def add(a, b):\n    return a + b\n")
-        self.write("tests/fast/test_add.py", "from acme import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n")
         self.write("tests/fast/test_other.py", "def test_other():\n    assert True\n")
-        self.write("pyproject.toml", '[tool.pytest.ini_options]\npythonpath = ["src", "."]\n')
         self.outputs: dict[str, str] = {}
         self.blocked = root / "blocked"
         (self.blocked / "miles").mkdir(parents=True)
@@ -49,6 +46,9 @@ class Project:
     def insert(self, section: str, body: str) -> None:
         registry = self.root / "registry.yaml"
         text = registry.read_text(encoding="utf-8").replace("pools: {}\n", "pools:\n")
+        if not section:
+            registry.write_text(f"{text}\n{body}", encoding="utf-8")
+            return
         assert f"\n{section}:\n" in text
         registry.write_text(text.replace(f"\n{section}:\n", f"\n{section}:\n{body}", 1), encoding="utf-8")
 
@@ -99,15 +99,23 @@ def test_without_pools_there_is_nothing_to_simulate_and_it_is_said(project, tmp_
     assert "the registry has no pools, so nothing waits" in done.stdout
 
 
-def test_workflows_of_another_project_are_generated(project) -> None:
-    made = project.shell("miles-ci generate")
-    assert made.returncode == 2
-    assert "images has no entry for cuda: add one" in made.stderr
+def test_workflows_of_another_project_are_generated_and_hold_no_finding(project) -> None:
+    assert "15 workflow files are current" in project.outputs["miles-ci generate --check"]
+    assert "own rules          0 findings in 15 files" in project.outputs["miles-ci lint --workflows"]
+
+
+def test_without_the_image_of_the_page_generate_says_what_to_add_and_so_does_init(project) -> None:
     registry = project.root / "registry.yaml"
-    image = "\nimages:\n  cuda: {repository: ghcr.io/acme/gpu, default_tag: latest, key_files: [docker/Dockerfile]}\n"
-    registry.write_text(registry.read_text(encoding="utf-8") + image, encoding="utf-8")
-    assert project.shell("miles-ci generate").returncode == 0
-    assert "15 workflow files are current" in project.shell("miles-ci generate --check").stdout
+    text = registry.read_text(encoding="utf-8")
+    registry.write_text(text[: text.index("\nimages:\n")], encoding="utf-8")
+    try:
+        made = project.shell("miles-ci generate")
+    finally:
+        registry.write_text(text, encoding="utf-8")
+    assert made.returncode == 2
+    assert "images has no entry for cuda: add one whose name begins with 'cuda'" in made.stderr
+    assert "images:" in project.outputs["miles-ci init"]
+    assert "tests/fast/test_*.py" in project.outputs["miles-ci init"]
 
 
 def test_the_copy_of_the_harness_ran_and_not_ours(project) -> None:
