@@ -57,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         drop_output(sys.stdout)
         return ExitCode.INTERRUPTED
+    except OSError as error:
+        # Only the flush above gets here: everything that has a name was reported with it.
+        from ci.files import drop_output
+
+        drop_output(sys.stdout)
+        print(f"{PROGRAM}: standard output: {error.strerror or error}", file=sys.stderr)
+        return ExitCode.INFRA
 
 
 def _main(argv: Sequence[str] | None) -> int:

@@ -55,18 +55,21 @@ def write_output(path: Path, data: bytes) -> None:
         return
     if stat.S_ISDIR(there.st_mode):
         raise IsADirectoryError(errno.EISDIR, "a folder; name a file in it", str(path))
-    for stream in (sys.stdout, sys.stderr):
-        if _is_open_as(stream, there):
-            # `--out /dev/stdout > file`: a new file under its name would take the shell's place of output away.
-            stream.flush()
-            stream.buffer.write(data)
-            stream.flush()
-            return
-    if stat.S_ISREG(there.st_mode):
+    streams = [stream for stream in (sys.stdout, sys.stderr) if _is_open_as(stream, there)]
+    if not streams and stat.S_ISREG(there.st_mode):
         write_whole(Path(os.path.realpath(path)), data, mode=stat.S_IMODE(there.st_mode))
-    else:
-        with open(path, "wb") as file:
-            file.write(data)
+        return
+    try:
+        if streams:
+            # `--out /dev/stdout > file`: a new file under its name would take the shell's place of output away.
+            streams[0].flush()
+            streams[0].buffer.write(data)
+            streams[0].flush()
+        else:
+            with open(path, "wb") as file:
+                file.write(data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _is_open_as(stream: TextIO, there: os.stat_result) -> bool:

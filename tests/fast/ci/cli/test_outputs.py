@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
@@ -151,3 +152,17 @@ def test_files_are_named_from_here_or_from_the_root_and_the_shard_that_holds_one
         )
         assert cli.main(["explain", path]) == 0
         assert "tests/fast/test_a.py in stage-a-cpu: included" in capsys.readouterr().out
+
+
+def test_an_output_that_takes_no_more_is_named_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ci import cli
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert cli.main(["--version"]) == ExitCode.INFRA
+    assert capsys.readouterr().err == "miles-ci: standard output: No space left on device\n"
