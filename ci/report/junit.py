@@ -45,6 +45,8 @@ def _cases(test: TestResult) -> list[ElementTree.Element]:
         failure = failures.get(node)
         if outcome in _FAILING:
             message = failure.message if failure else f"outcome {outcome}"
+            if results.PASSED in test.reruns:
+                message = f"{results.THEN_PASSED}: {message}"
             _detail(case, "failure" if outcome == "failed" else "error", message, failure.type if failure else outcome)
         elif outcome in ("skipped", "xfailed"):
             _detail(case, "skipped", outcome, outcome)

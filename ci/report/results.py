@@ -76,6 +76,9 @@ def summary(shards: Sequence[ShardResults], *, slowest: int = SLOWEST) -> str:
     elif len(tests) > SLOWEST:
         lines.append("slowest: " + ", ".join(f"{test.unit} {test.wall_s:.1f} s" for test in by_time))
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing ran"
+    expected = sum(map(_only_xfailed, tests))
+    if expected:
+        told += f" ({expected} of the passed only xfailed)"
     nodes = sum(len(test.nodes) for test in tests)
     wall = sum((shard.ended_at or shard.info.started_at) - shard.info.started_at for shard in shards)
     code = results.exit_code_of(shards)
@@ -83,11 +86,27 @@ def summary(shards: Sequence[ShardResults], *, slowest: int = SLOWEST) -> str:
     return "\n".join(lines)
 
 
+def _only_xfailed(test: TestResult) -> bool:
+    """A passed file in which nothing passed: what ran failed, as its tests expect."""
+    outcomes = set(test.nodes.values())
+    return test.outcome == results.PASSED and "xfailed" in outcomes and "passed" not in outcomes
+
+
+def _after_repetition(test: TestResult) -> str:
+    """What `--rerun-failed` found out; the outcome stays as it was."""
+    if results.PASSED in test.reruns:
+        return f"; {results.THEN_PASSED}: repetition {test.reruns.index(results.PASSED) + 1} passed"
+    return f"; failed in {len(test.reruns)} repetition(s) too" if test.reruns else ""
+
+
 def _lines_of(test: TestResult) -> list[str]:
     lines = []
     if test.outcome != results.PASSED:
         why = f" (tolerated: {test.tolerated})" if test.tolerated else ""
-        lines.append(f"{test.outcome.upper():<12} {test.unit}{why}: {test.message}")
+        lines.append(f"{test.outcome.upper():<12} {test.unit}{why}: {test.message}{_after_repetition(test)}")
+    elif _only_xfailed(test):
+        count = sum(outcome == "xfailed" for outcome in test.nodes.values())
+        lines.append(f"{'XFAILED':<12} {test.unit}: {count} test(s) failed as expected, none passed")
     for attempt in test.attempts:
         lines.extend(f"LEAKED       {test.unit}: {left}" for left in attempt.leaked)
     lines.extend(

@@ -5,11 +5,11 @@ Used for artifacts of pull-request runs, whose writers may be anybody.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ci.report.strict_json import StrictJsonError, loads
-from ci.run.results import OUTCOMES, SCHEMA
+from ci.run.results import OUTCOMES, SCHEMA, THEN_PASSED
 
 MAX_TESTS = 20_000
 MAX_TEXT = 2_000
@@ -109,12 +109,17 @@ def _test(entry: Any, what: str) -> SeenTest:
     blocks = outcome not in ("passed", "flaky", "unstable_failed") and not tolerated
     # A failed metric gate blocks a test that passed.
     failures = (failures if blocks or not blocked else ()) + blocked
+    message = _text(data.get("message", ""), f"{what}: message")
+    if "passed" in _list(data.get("reruns", []), f"{what}: reruns"):
+        # The repetitions of `--rerun-failed` change no outcome, but whoever reads a text should know.
+        message = f"{THEN_PASSED}: {message}"
+        failures = tuple(replace(failure, message=f"{THEN_PASSED}: {failure.message}") for failure in failures)
     return SeenTest(
         path=path,
         outcome=str(outcome),
         nodes=len(nodes),
         wall_s=float(wall),
-        message=_text(data.get("message", ""), f"{what}: message"),
+        message=message,
         failures=failures,
         leaked=leaked,
         blocks=blocks or bool(blocked),

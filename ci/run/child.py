@@ -1,8 +1,9 @@
 """The pytest plugin inside every test process of the runner (`-p ci.run.child`): it writes what really happened.
 
 One JSON line per event into the file `MILES_CI_OBSERVED`: what was collected, what was deselected, every phase of
-every item with its exception. Also: stacks of all threads on SIGUSR1, and a check that the process sees exactly the
-leased devices. With xdist the workers attach the exceptions and the controller writes.
+every item with its exception, what is being imported, workers that died. Also: stacks of all threads on SIGUSR1, and
+a check that the process sees exactly the leased devices. With xdist the workers attach the exceptions and the
+controller writes; a worker itself writes only which file it imports, since it may die of it.
 Leaves out: judging (`ci.run.outcome`). Imported into test processes: standard library and pytest only.
 """
 
@@ -25,6 +26,8 @@ MESSAGE_LIMIT = 4_000
 MAX_FRAMES = 40
 LEASE_MISMATCH_EXIT = 3
 
+_EVENTS_KEY = "miles_ci_events"
+
 # Taken before pytest captures fd 2, so that stacks reach the log even from inside a captured test.
 _STACKS = os.fdopen(os.dup(2), "w")
 
@@ -42,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
         writer = EventWriter(path, Path(str(config.rootpath)))
         _check_lease(writer)
         config.pluginmanager.register(writer, "miles-ci-events")
+    if path is None:
+        path = getattr(config, "workerinput", {}).get(_EVENTS_KEY)
+    if path:
+        worker = getattr(config, "workerinput", {}).get("workerid", "main")
+        config.pluginmanager.register(ImportWatch(path, worker), "miles-ci-imports")
 
 
 def _check_lease(writer: EventWriter) -> None:
@@ -77,10 +85,34 @@ def pytest_runtest_protocol(item: pytest.Item):
         os.environ["MILES_CI_METRICS_DIR"] = base
 
 
+class ImportWatch:
+    """Writes which file this process is importing, so that one that kills it there is known by name."""
+
+    def __init__(self, path: str, worker: str) -> None:
+        self._path, self._worker = path, worker
+
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
+        if isinstance(collector, pytest.Module):
+            self._write(_plain_node(collector.nodeid))
+
+    def pytest_collection_finish(self) -> None:
+        self._write("")
+
+    def _write(self, node: str) -> None:
+        line = json.dumps({"event": "importing", "node": node, "worker": self._worker}) + "\n"
+        # One write of one short line in append mode: lines of several processes do not mix.
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
+
+
 class EventWriter:
     """Registered in the one process that sees all reports: pytest itself, or the xdist controller."""
 
     def __init__(self, path: str, root: Path) -> None:
+        self._path = path
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed when the session ends
         self._root = root
         self._seen: set[str] = set()
@@ -88,6 +120,15 @@ class EventWriter:
     def write(self, **event: Any) -> None:
         self._file.write(json.dumps(event, ensure_ascii=True) + "\n")
         self._file.flush()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput[_EVENTS_KEY] = self._path
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object | None) -> None:
+        if error:
+            self.write(event="worker-died", worker=node.gateway.id, text=str(error)[:MESSAGE_LIMIT])
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
@@ -157,7 +198,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector):
-    report = yield
+    try:
+        report = yield
+    except (SystemExit, KeyboardInterrupt, pytest.exit.Exception) as error:
+        # The runner stops pytest by signals to the process, never so: the imported file did it, and fails alone.
+        text = f"the file ends pytest while it is imported: {type_name(error)}: {error}".removesuffix(": ")
+        return pytest.CollectReport(collector.nodeid, "failed", text, [])
     excinfo = getattr(getattr(report, "call", None), "excinfo", None)
     if report.failed and excinfo is not None:
         report.miles_ci = describe(excinfo, Path(str(collector.config.rootpath)), Path(str(collector.path)))

@@ -87,10 +87,14 @@ class _CpuForm:
             self._shard.note(f"the shared pytest process contradicts itself: {odd}")
         for left in process.ended.leaked:
             self._shard.note(f"leaked by the shared pytest process: pid {left.pid}: {left.command}")
+        if process.ended.reason == "lost":
+            self._shard.note(f"{process.ended.error}; what had been reported until then stands")
+        if process.observed.dead_workers and not repeated:
+            names = ", ".join(sorted(process.observed.dead_workers))
+            self._shard.note(f"worker(s) {names} of the shared pytest process crashed")
         if repeated:
-            why = "ran out of time" if process.ended.reason == "timeout" else "died"
             self._shard.note(
-                f"the shared pytest process {why}; {repeated} file(s) ran again, so that only the guilty fail"
+                f"the shared pytest process {_why_over(process)}; {repeated} file(s) ran again, so that only the guilty fail"
             )
 
     def retry(self) -> None:
@@ -162,6 +166,16 @@ class _CpuForm:
     ) -> None:
         gates = self._keeper.judge(unit, files.metrics, outcome=judgement.outcome, attempts=len(attempts))
         self._shard.add(finish(unit, judgement, attempts, process, gates))
+
+
+def _why_over(process: ProcessEvidence) -> str:
+    if process.ended.reason == "timeout":
+        return "ran out of time"
+    if process.stopped:
+        return "was stopped from inside (-x, --maxfail or pytest.exit)"
+    if not process.died:
+        return f"lost its worker(s) {', '.join(sorted(process.observed.dead_workers))}"
+    return "died"
 
 
 def _skipped(unit: RunUnit, shard: ShardRun) -> results.TestResult:

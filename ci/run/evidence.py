@@ -7,6 +7,7 @@ result only if its own two records agree and other files explain the difference;
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,9 @@ from ci.run.retry import FailedTest
 from ci.run.signature import Frame, signature
 
 MESSAGE_LIMIT = 2_000
+CRASH = "crash"
+_PHASES = ("setup", "call", "teardown")
+_NEVER_RUN = re.compile(r"(?:reason: )?\[NOTRUN\]\s*")
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,14 @@ class FileEvidence:
 
 @dataclass
 class Observed:
-    """All events of one pytest process, by file."""
+    """All events of one pytest process, by file. `importing`: worker (`main` without xdist) -> the file it was
+    importing when the events end. `dead_workers`: xdist worker -> what is known about its death."""
 
     files: dict[str, FileEvidence] = field(default_factory=dict)
     devices: Mapping[str, int] | None = None
     ended: Mapping[str, int] | None = None
+    importing: dict[str, str] = field(default_factory=dict)
+    dead_workers: dict[str, str] = field(default_factory=dict)
 
     def file(self, node: str) -> FileEvidence:
         return self.files.setdefault(node.partition("::")[0], FileEvidence())
@@ -148,6 +155,13 @@ def _apply(observed: Observed, event: dict[str, Any]) -> None:
         observed.file(event["node"]).items.setdefault(event["node"], Item(event["node"])).started = True
     elif kind == "phase":
         _apply_phase(observed.file(event["node"]), event)
+    elif kind == "importing":
+        if event["node"]:
+            observed.importing[event["worker"]] = event["node"]
+        else:
+            observed.importing.pop(event["worker"], None)
+    elif kind == "worker-died":
+        observed.dead_workers[event["worker"]] = event["text"]
     elif kind == "devices":
         observed.devices = {"expected": event["expected"], "seen": event["seen"]}
     elif kind == "end":
@@ -156,15 +170,20 @@ def _apply(observed: Observed, event: dict[str, Any]) -> None:
 
 def _apply_phase(evidence: FileEvidence, event: dict[str, Any]) -> None:
     item = evidence.items.setdefault(event["node"], Item(event["node"]))
-    item.started = True
-    item.seconds += event["seconds"]
     when, outcome = event["when"], event["outcome"]
+    # xdist names the first unfinished test of a dead worker; only a start of its own shows that it was running.
+    item.started = item.started or when in _PHASES
+    item.seconds += event["seconds"]
     if outcome == "failed":
         item.outcome = "failed" if when == "call" and item.outcome != "error" else "error"
         item.failures.append(_failure(event["node"], event.get("failure"), "", event.get("output", "")))
     elif outcome == "skipped" and item.outcome is None:
         item.outcome = "xfailed" if "xfail" in event else "skipped"
         item.reason = event.get("xfail") or event.get("reason", "")
+        never = _NEVER_RUN.match(item.reason) if item.outcome == "xfailed" else None
+        if never:
+            # Nothing was executed, so nothing failed as expected either.
+            item.outcome, item.reason = "skipped", f"xfail(run=False) {item.reason[never.end() :]}".strip()
     elif when == "call" and item.outcome is None:
         item.outcome = "passed"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ci.run import results
 from ci.run.dark import DarkTest
-from ci.run.evidence import Failure, FileEvidence, JUnitCounts, Observed, disagreement, disagreement_about
+from ci.run.evidence import CRASH, Failure, FileEvidence, JUnitCounts, Observed, disagreement, disagreement_about
 from ci.run.retry import PLAIN_TEST, Classification, Evidence, RetryRow, classify, last_lines
 from ci.run.supervise import Ended
 from ci.run.unit import RunUnit
@@ -40,6 +40,16 @@ class ProcessEvidence:
     log_tail: str
 
     @property
+    def died(self) -> bool:
+        """The main process ended by itself, and not as pytest ends when it has run what it was given."""
+        return self.ended.reason == "exited" and self.ended.exit_code not in _REPORTED
+
+    @property
+    def stopped(self) -> bool:
+        """pytest itself ended the session early (`-x`, `--maxfail`), with everything written."""
+        return self.died and self.ended.exit_code == INTERRUPTED and self.observed.ended is not None
+
+    @property
     def exit_number(self) -> int | None:
         """Exit code as a shell shows it: 128 + N for a death by signal N."""
         if self.ended.signal is not None:
@@ -55,7 +65,7 @@ def judge(
 ) -> Judgement:
     """The outcome of one unit in this process, before retries, gates and tolerance are considered."""
     evidence = process.observed.files.get(unit.path, FileEvidence())
-    early = _of_process(process)
+    early = _of_process(process, complete=_complete(evidence))
     if early is not None:
         return early
     judgement = _of_file(unit, evidence, process, dark)
@@ -70,15 +80,21 @@ def judge(
     return Judgement(judgement.outcome, judgement.message, cause)
 
 
-def _of_process(process: ProcessEvidence) -> Judgement | None:
-    """Ends that say nothing about the test."""
+def _complete(evidence: FileEvidence) -> bool:
+    """Every test of the file has reported its result (or the file as a whole has)."""
+    whole = bool(evidence.items or evidence.collection_failures or evidence.skipped_whole is not None)
+    return whole and all(item.outcome is not None for item in evidence.items.values())
+
+
+def _of_process(process: ProcessEvidence, *, complete: bool) -> Judgement | None:
+    """Ends that say nothing about the test. A lost supervisor does not take back what was reported before."""
     ended, devices = process.ended, process.observed.devices
     if ended.survivors:
         names = ", ".join(f"pid {left.pid} {left.command}" for left in ended.survivors)
         return _infra("unkillable", "stop_host", f"still alive after SIGKILL: {names}")
     if ended.reason == "spawn":
         return _infra("spawn", "none", f"the test process could not be started: {ended.error}")
-    if ended.reason == "lost":
+    if ended.reason == "lost" and not complete:
         return _infra("supervisor-lost", "retry", ended.error)
     if devices is not None and devices["seen"] != devices["expected"]:
         message = f"leased {devices['expected']} device(s), the test process saw {devices['seen']}"
@@ -94,7 +110,7 @@ def _infra(name: str, action: str, message: str) -> Judgement:
 def _of_file(unit: RunUnit, evidence: FileEvidence, process: ProcessEvidence, dark: Sequence[DarkTest]) -> Judgement:
     ended, counts, failures = process.ended, evidence.counts(), evidence.failures()
     unfinished = [item.node for item in evidence.items.values() if item.outcome is None]
-    complete = bool(evidence.items or failures or evidence.skipped_whole is not None) and not unfinished
+    complete = _complete(evidence)
     if not complete and ended.reason == "cancelled":
         return Judgement(results.CANCELLED, "the run was cancelled")
     if not complete and ended.reason == "timeout":
@@ -132,14 +148,26 @@ def _timed_out(evidence: FileEvidence, unfinished: Sequence[str], ended: Ended) 
 
 def _process_error(unit: RunUnit, process: ProcessEvidence) -> str | None:
     ended = process.ended
+    where = _last_place(unit, process.observed)
     if ended.signal is not None:
-        return f"pytest was killed by signal {ended.signal}"
+        return f"crashed: pytest was killed by signal {ended.signal}{where}"
     assert ended.exit_code is not None
+    if process.observed.ended is None and where:
+        return f"crashed: the process ended with exit code {ended.exit_code}{where}"
     if ended.exit_code not in _REPORTED:
         name = {INTERRUPTED: "interrupted", INTERNAL: "internal error", USAGE: "usage error"}.get(ended.exit_code)
         last = next((line.strip() for line in reversed(process.log_tail.splitlines()) if line.strip()), "")
-        return f"pytest ended with exit code {ended.exit_code}{f' ({name})' if name else ''}: {last[:300]}"
+        return f"pytest ended with exit code {ended.exit_code}{f' ({name})' if name else ''}{where}: {last[:300]}"
     return disagreement_about(unit.path, ended.exit_code, process.junit, process.observed)
+
+
+def _last_place(unit: RunUnit, observed: Observed) -> str:
+    """` while ...`: what of this file was going on when the events end; empty when nothing was."""
+    if unit.path in observed.importing.values():
+        return f" while importing {unit.path}"
+    evidence = observed.files.get(unit.path, FileEvidence())
+    running = (item.node for item in evidence.items.values() if item.started and item.outcome is None)
+    return next((f" while running {node}" for node in running), "")
 
 
 AGAIN, ALONE = "again", "alone"
@@ -151,17 +179,24 @@ def second_chance(unit: RunUnit, process: ProcessEvidence) -> str | None:
 
     Out of time: whoever was running hangs; files that were only waiting have another turn. Died: several may have been
     running and only a process of its own tells which one kills; what was complete has no second witness (JUnit).
+    Only an xdist worker died: the test it was running is guilty, what was complete stays, the rest has another turn.
     """
-    ended = process.ended
-    died = ended.reason == "exited" and ended.exit_code not in _REPORTED
-    evidence = process.observed.files.get(unit.path, FileEvidence())
-    if evidence.failures() or not (died or ended.reason == "timeout"):
+    observed, late = process.observed, process.ended.reason == "timeout"
+    evidence = observed.files.get(unit.path, FileEvidence())
+    if not (process.died or late or observed.dead_workers) or process.ended.reason in ("cancelled", "lost"):
         return None
-    unfinished = [item for item in evidence.items.values() if item.outcome is None]
-    if any(item.started for item in unfinished):
-        return ALONE if died else None
-    complete = bool(evidence.items or evidence.skipped_whole is not None) and not unfinished
-    return AGAIN if died or not complete else None
+    if evidence.failures():
+        return ALONE if _blamed_unstarted(evidence) and not late else None
+    if unit.path in observed.importing.values():
+        return None if late else ALONE
+    if any(item.started and item.outcome is None for item in evidence.items.values()):
+        return None if late else ALONE
+    return AGAIN if process.died or not _complete(evidence) else None
+
+
+def _blamed_unstarted(evidence: FileEvidence) -> bool:
+    """xdist blames a dead worker's next test; one that never started is a guess, and a turn of its own tells."""
+    return all(failure.kind == CRASH and not evidence.items[failure.node].started for failure in evidence.failures())
 
 
 def odd_exit(process: ProcessEvidence) -> str | None:
@@ -175,6 +210,8 @@ def _first(failures: Sequence[Failure]) -> str:
     first = failures[0]
     line = next(iter(first.message.splitlines()), "")
     more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+    if first.kind == CRASH:
+        return f"crashed: {first.node}: {line[:300]}{more}"
     return f"{first.node}: {first.kind}: {line[:300]}{more}"
 
 

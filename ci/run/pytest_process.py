@@ -50,7 +50,8 @@ class Files:
 def command_line(units: Sequence[RunUnit], files: Files, *, workers: int | None) -> list[str]:
     """`workers` None: no xdist (GPU files and serial files); a number: that many workers, groups kept together."""
     # By name, so that it is there too where PYTEST_DISABLE_PLUGIN_AUTOLOAD is set.
-    shared = ["-p", "xdist", "-n", str(workers), "--dist", "loadgroup"]
+    # A replaced worker may wait for ever for work; the first death ends the session, and the rest runs again.
+    shared = ["-p", "xdist", "-n", str(workers), "--dist", "loadgroup", "--max-worker-restart", "0"]
     distribution = ["-p", "no:xdist"] if workers is None else shared
     options = [
         "-p", "ci.run.child",

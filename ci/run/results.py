@@ -25,6 +25,7 @@ OUTCOMES = (
     PASSED, FAILED, ERROR, TIMEOUT, NO_TESTS, ALL_SKIPPED, DECLARATION_ERROR, INFRA, FLAKY, UNSTABLE_FAILED, CANCELLED,
     NOT_RUN,
 )  # fmt: skip
+THEN_PASSED = "failed, then passed (flaky)"
 DIED = "the runner died before it finished"
 _EXIT = {
     FAILED: ExitCode.TEST_FAILURE,

@@ -2,7 +2,8 @@
 
 Rows are tried in their order; the first match wins. Patterns are regular expressions bounded by non-word
 characters, so that `oom` is not found in "room". Text is searched without ANSI colours, and only inside the
-failing tests' own sections; the last 200 lines of the log stand in where no test could report its failure.
+failing tests' own exceptions, for strong rows also in what they printed; the last 200 lines of the log stand in where
+no test could report its failure.
 """
 
 from __future__ import annotations
@@ -157,12 +158,15 @@ def _by_process(evidence: Evidence, table: Sequence[RetryRow]) -> Classification
 
 def _of_test(test: FailedTest, table: Sequence[RetryRow]) -> Classification:
     exceptions = strip_ansi("\n".join(test.exceptions))
+    # What a test merely printed does not explain its exception, except where a row is strong.
     everything = exceptions + "\n" + strip_ansi(test.output)
     for row in table:
         if test.asserted_in_test and not row.strong:
             continue
-        if "log_tail" in row.where:
+        if "log_tail" in row.where and row.strong:
             match = row.regex().search(everything)
+        elif "log_tail" in row.where:
+            match = row.regex().search(exceptions)
         else:
             match = row.regex().search(exceptions) if "exception" in row.where else None
         if match:

@@ -16,7 +16,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 from ci.errors import UsageError
 from ci.run.devices import Device
 from ci.run.locks import LeaseError, open_lock, read_json, try_lock, write_json
+from ci.run.temporary import make_folder, remove_abandoned
 
 DEFAULT_FOLDER = Path("/tmp/miles-ci-locks")
 PORT_BASE = 20_000
@@ -110,6 +110,7 @@ class LeaseManager:
             raise LeaseError(
                 f"lock folder {folder}: {error}; set MILES_CI_LOCK_DIR to a folder all runners share"
             ) from error
+        remove_abandoned(tmp_parent)
 
     def acquire_next(self, requests: Sequence[Request]) -> tuple[int, Lease] | None:
         """The first request, in order, that may start now, with its lease; None when none may.
@@ -228,8 +229,8 @@ class LeaseManager:
         entry = {"pid": os.getpid(), "label": request.label, "until": self._clock() + request.estimate_s}
         for fd in fds:
             write_json(fd, entry)
-        tmpdir = Path(tempfile.mkdtemp(prefix="mci-", dir=self._tmp_parent))
-        return Lease(request, tuple(chosen), port_base, tmpdir, tuple(fds))
+        tmpdir, kept = make_folder(self._tmp_parent)
+        return Lease(request, tuple(chosen), port_base, tmpdir, (*fds, kept))
 
     def _take_ports(self) -> tuple[int, int] | None:
         for index in range(PORT_RANGES):

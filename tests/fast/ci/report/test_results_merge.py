@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ci.cli import main
 from ci.errors import UsageError
 from ci.plan.model import Plan, Shard, SuitePlan, Unit
-from ci.report import junit, merge
+from ci.report import junit, merge, untrusted
 from ci.report.results import by_signature, load_all, summary
 from ci.run import results
 from ci.run.results import Attempt, FailureRecord, GateRecord, RunInfo, ShardResults, TestResult
@@ -263,3 +263,35 @@ def test_altered_plan_is_refused_with_exit_code_5(tmp_path):
     text = (tmp_path / "plan.json").read_text().replace("test_a.py", "test_x.py")
     (tmp_path / "plan.json").write_text(text)
     assert main(["results", "merge", "--plan", str(tmp_path / "plan.json"), str(tmp_path)]) == 5
+
+
+def test_failure_that_passed_when_repeated_says_so_in_every_text():
+    failure = FailureRecord("tests/fast/test_a.py::test_a", "ValueError", "bad", "0" * 16)
+    test = passed("a", outcome="failed", message="bad", nodes={failure.node: "failed"}, reruns=("failed", "passed"),
+                  attempts=(Attempt(1, "failed", 1.0, failures=(failure,)),))  # fmt: skip
+    shard = shard_of(PLAN, 1, [test])
+    assert "bad; failed, then passed (flaky): repetition 2 passed" in summary([shard])
+    detail = next(junit.junit(shard).iter("failure"))
+    assert detail.get("message") == "failed, then passed (flaky): bad"
+    (seen,) = untrusted.read_shard(json.dumps(shard.as_json()).encode()).tests
+    assert seen.failures[0].message == "failed, then passed (flaky): ValueError: bad"
+    assert (seen.blocks, shard.exit_code()) == (True, 1)
+    broken = shard_of(PLAN, 1, [dataclasses.replace(test, reruns=("failed",))])
+    assert "bad; failed in 1 repetition(s) too" in summary([broken])
+
+
+def test_file_of_expected_failures_only_is_shown_as_xfailed():
+    text = summary([shard_of(PLAN, 1, [passed("a", nodes={"n": "xfailed"}), passed("b")])])
+    assert "XFAILED      tests/fast/test_a.py: 1 test(s) failed as expected, none passed" in text
+    assert "2 passed (1 of the passed only xfailed)" in text
+
+
+@pytest.mark.parametrize(("outcome", "status", "code"), [
+    ("passed", "complete", 0), ("failed", "complete", 1), ("infra", "complete", 3), ("passed", "running", 3),
+])  # fmt: skip
+def test_showing_results_exits_as_the_run_did(tmp_path, outcome, status, code):
+    shard = shard_of(PLAN, 1, [passed("a", outcome=outcome)])
+    shard.status = status
+    shard.write(tmp_path)
+    assert main(["results", "show", str(tmp_path)]) == code
+    assert main(["results", "show", str(tmp_path), "--format", "json"]) == code

@@ -93,6 +93,11 @@ FILES = {
         @pytest.mark.xfail(reason="known", strict=True)
         def test_a(): assert 1 == 2
         """,
+    "test_never_executed.py": """
+        import pytest
+        @pytest.mark.xfail(run=False, reason="kills the machine")
+        def test_a(): assert 1 == 2
+        """,
 }
 EXPECTED = {
     "test_ok.py": "passed",
@@ -110,6 +115,7 @@ EXPECTED = {
     "test_unstable.py": "unstable_failed",
     "test_declares_wrongly.py": "declaration_error",
     "test_expected_failure.py": "passed",
+    "test_never_executed.py": "all_skipped",
 }
 
 
@@ -148,7 +154,7 @@ def test_failure_is_recorded_with_type_message_frame_and_signature(everything):
 
 
 def test_nothing_is_repeated_where_too_much_failed(everything):
-    """Nine of fifteen files are bad: that is not chance, so the file with a retryable failure gets no second try."""
+    """Ten of sixteen files are bad: that is not chance, so the file with a retryable failure gets no second try."""
     test = everything.tests()["test_resets.py"]
     assert [attempt["cause"] for attempt in test["attempts"]] == ["connection-reset"]
 
@@ -181,6 +187,12 @@ def test_junit_holds_every_failing_file(everything):
 def test_summary_names_what_is_wrong_and_the_exit_code(everything):
     assert "FAILED       tests/fast/test_fails.py" in everything.output
     assert "exit code 2" in everything.output
+    assert (
+        "XFAILED      tests/fast/test_expected_failure.py: 1 test(s) failed as expected, none passed"
+        in everything.output
+    )
+    assert "3 passed" in everything.output
+    assert "(1 of the passed only xfailed)" in everything.output
 
 
 def test_exit_code_0_beside_a_failing_test_is_a_failure_of_that_file_and_a_note(repository):

@@ -9,6 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from ci.run import process_tree
 from tests.fast.ci.helpers.lean import EVERY_PLUGIN
 
@@ -121,6 +123,56 @@ def test_file_that_kills_the_shared_process_does_not_take_the_others_with_it(rep
     assert outcomes.pop("test_kills.py") == "error"
     assert set(outcomes.values()) == {"passed"}
     assert any("process died; 13 file(s) ran again" in note for note in outcome.results()["notes"])
+
+
+CRASHES = {
+    "leaves": "import os\ndef test_m():\n    os._exit(1)\n    assert 1\n",
+    "segmentation-fault": "import ctypes\ndef test_m():\n    ctypes.string_at(0)\n    assert 1\n",
+    "leaves-at-import": "import os\nos._exit(0)\ndef test_m(): assert 1\n",
+    "sys-exit-0-at-import": "import sys\nsys.exit(0)\ndef test_m(): assert 1\n",
+    "sys-exit-3-at-import": "import sys\nsys.exit(3)\ndef test_m(): assert 1\n",
+    "interrupt-at-import": "raise KeyboardInterrupt\ndef test_m(): assert 1\n",
+    "pytest-exit-at-import": "import pytest\npytest.exit('enough')\ndef test_m(): assert 1\n",
+    "pytest-exit": "import pytest\ndef test_m():\n    pytest.exit('enough')\n    assert 1\n",
+}
+REASONS = {
+    "leaves": "crashed: ",
+    "segmentation-fault": "crashed: ",
+    "leaves-at-import": "crashed: the process ended with exit code 0 while importing",
+    "sys-exit-0-at-import": "SystemExit: 0",
+    "sys-exit-3-at-import": "SystemExit: 3",
+    "interrupt-at-import": "KeyboardInterrupt",
+    "pytest-exit-at-import": "Exit: enough",
+    "pytest-exit": "crashed: ",
+}
+
+
+@pytest.mark.parametrize("kind", CRASHES)
+def test_only_the_file_that_ends_its_process_fails_and_soon(repository, kind):
+    """With a replaced xdist worker this hung up to the shard's limit, and could blame another file."""
+    for number in range(10):
+        repository.file(f"test_g{number}.py", "def test_x(): assert 1\n")
+    repository.file("test_m_bad.py", CRASHES[kind])
+    started = time.monotonic()
+    outcome = repository.run("--suite", "stage-a-cpu")
+    assert time.monotonic() - started < 40  # seconds on a busy machine; the limit is 300
+    assert outcome.code == 1
+    outcomes = outcome.outcomes()
+    assert outcomes.pop("test_m_bad.py") == "error"
+    assert set(outcomes.values()) == {"passed"}
+    assert REASONS[kind] in outcome.tests()["test_m_bad.py"]["message"]
+
+
+def test_pytest_that_stops_at_the_first_failure_is_not_called_dead(repository):
+    repository.file("test_a_bad.py", "def test_a(): assert 1 == 2\n")
+    for number in range(8):
+        repository.file(f"test_n{number}.py", "import time\ndef test_a():\n    time.sleep(0.3)\n    assert True\n")
+    outcome = repository.run("--suite", "stage-a-cpu", PYTEST_ADDOPTS="-x")
+    outcomes = outcome.outcomes()
+    assert outcomes.pop("test_a_bad.py") == "failed"
+    assert set(outcomes.values()) == {"passed"}
+    (note,) = outcome.results()["notes"]
+    assert "was stopped from inside (-x, --maxfail or pytest.exit)" in note
 
 
 def test_timeout_in_one_file_leaves_the_results_of_the_others(repository):
@@ -253,8 +305,9 @@ def test_running_runner_owns_its_results_and_a_killed_one_is_never_taken_for_gre
     assert (results["status"], results["exit_code"], results["counts"]["passed"]) == ("running", 3, 1)
     shown = subprocess.run(
         [*repository.command("results", "show", "out")], cwd=repository.root, env=repository.environment(),
-        capture_output=True, text=True, check=True,
+        capture_output=True, text=True,
     )  # fmt: skip
+    assert shown.returncode == 3
     assert "UNFINISHED   stage-a-cpu shard 1/1: the runner died before it finished" in shown.stdout
     # The locks of the dead runner are free again.
     assert repository.run("--suite", "stage-a-cpu", "--file", "tests/fast/test_done.py").code == 0
@@ -279,6 +332,7 @@ def test_failed_files_are_repeated_to_tell_flaky_from_broken(repository):
     assert outcome.code == 1
     test = outcome.tests()["test_sometimes.py"]
     assert (test["outcome"], test["reruns"]) == ("failed", ["passed"])
+    assert "failed, then passed (flaky)" in outcome.output
     done = subprocess.run(
         repository.command("results", "flaky", str(outcome.folder)),
         cwd=repository.root, env=repository.environment(), capture_output=True, text=True, check=True,

@@ -263,3 +263,69 @@ def test_two_units_never_share_a_file_name():
 def test_longest_starts_first_and_serial_files_come_last():
     units = [RunUnit("a", "a", 1.0, 9.0), RunUnit("b", "b", 5.0, 9.0), RunUnit("c", "c", 9.0, 9.0, serial=True)]
     assert [unit.id for unit in start_order(units)] == ["b", "a", "c"]
+
+
+def crash_report(name: str) -> dict:
+    """What xdist reports for a worker that died: a phase of its own, `???`."""
+    text = f"worker 'gw1' crashed while running '{PATH}::{name}'"
+    details = {"type": "crash", "exceptions": [text], "frames": [], "asserted_in_test": False}
+    return phase(name, "???", "failed", failure=details)
+
+
+DEAD_WORKER = {"event": "worker-died", "worker": "gw1", "text": "Not properly terminated"}
+START = {"event": "start", "node": f"{PATH}::test_a"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "chance"),
+    [
+        ([START, crash_report("test_a")], None),  # guilty: it was running
+        ([crash_report("test_a")], "alone"),  # blamed, but it never started
+        ([START], "alone"),
+        ([phase("test_a")], None),  # keeps its result
+        ([], "again"),
+        ([phase("test_a", result="failed", failure=failure())], None),
+    ],
+)
+def test_death_of_one_worker_costs_only_the_file_whose_test_was_running(tmp_path, entries, chance):
+    seen = events(tmp_path, collected("test_a"), *entries, DEAD_WORKER, END)
+    assert outcome.second_chance(UNIT, ProcessEvidence(EXIT_1, seen, JUnitCounts(2, 0, 1, 0), "")) == chance
+
+
+def test_test_that_killed_its_worker_is_an_error_that_says_crashed(tmp_path):
+    seen = events(tmp_path, collected("test_a"), START, crash_report("test_a"), DEAD_WORKER, END)
+    judged = judge(seen, EXIT_1, JUnitCounts(1, 0, 1, 0, {"tests.fast.test_x": 1}))
+    assert (judged.outcome, judged.message.startswith(f"crashed: {PATH}::test_a: ")) == ("error", True)
+
+
+@pytest.mark.parametrize(("reason", "chance"), [("exited", "alone"), ("timeout", None)])
+def test_file_that_was_being_imported_when_all_ended_is_singled_out(tmp_path, reason, chance):
+    seen = events(tmp_path, {"event": "importing", "worker": "gw0", "node": PATH})
+    ended = Ended(reason, 1.0, exit_code=3 if reason == "exited" else None)
+    process = ProcessEvidence(ended, seen, None, "")
+    assert outcome.second_chance(UNIT, process) == chance
+    assert outcome.second_chance(RunUnit(OTHER, OTHER, 1.0, 60.0), process) == "again"
+
+
+def test_results_reported_before_the_supervisor_was_lost_are_kept(tmp_path):
+    lost = Ended("lost", 1.0, error="the supervisor ended without a report")
+    assert judge(events(tmp_path, collected("test_a"), phase("test_a")), lost, None).outcome == "passed"
+    bad = events(tmp_path, collected("test_a"), phase("test_a", result="failed", failure=failure()))
+    assert judge(bad, lost, None).outcome == "failed"
+    half = events(tmp_path, collected("test_a", "test_b"), phase("test_a"))
+    assert judge(half, lost, None).outcome == "infra"
+
+
+@pytest.mark.parametrize("text", ["[NOTRUN] too slow", "reason: [NOTRUN] too slow"])
+def test_expected_failure_that_is_never_executed_counts_as_skipped(tmp_path, text):
+    seen = events(tmp_path, collected("test_a"), phase("test_a", "setup", "skipped", xfail=text))
+    judged = judge(seen, EXIT_0, JUnitCounts(1, 0, 0, 1))
+    assert judged.outcome == "all_skipped"
+    assert "xfail(run=False) too slow" in judged.message
+
+
+def test_printed_infrastructure_text_beside_a_fault_of_the_program_is_a_test_failure(tmp_path):
+    details = failure("AttributeError", "'NoneType' object has no attribute 'x'")
+    broken = phase("test_a", result="failed", failure=details, output="Connection reset by peer")
+    judged = judge(events(tmp_path, collected("test_a"), broken), EXIT_1, JUnitCounts(1, 1, 0, 0))
+    assert (judged.outcome, judged.cause.kind) == ("failed", "test")
