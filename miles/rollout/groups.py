@@ -101,6 +101,8 @@ class GroupRunner:
 
     async def run_all(self, prompts: Sequence[Prompt], *, min_weight_version: int = 0) -> list[list[Sample]]:
         """All groups at once, results in the order of the prompts. The first error cancels the others."""
+        # Known before the tasks start, so that their requests travel in one call, in the first step of a life too.
+        await self.engine.info()
         tasks = [asyncio.ensure_future(self.run(prompt, min_weight_version=min_weight_version)) for prompt in prompts]
         try:
             return list(await asyncio.gather(*tasks))
