@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 import warnings
@@ -74,7 +76,9 @@ def listen() -> int:
     return port
 
 
-def _child(rank: int, world: int, port: int, body: Callable[..., Any], pipe: Any) -> None:
+def _child(rank: int, world: int, port: int, body: Callable[..., Any], pipe: Any, limit_s: float) -> None:
+    # A rank that hangs says where, before the parent gives up.
+    faulthandler.dump_traceback_later(0.8 * limit_s, file=sys.__stderr__)
     # Plain pickle: torch's own reducer would hand tensors over through a process that is about to end.
     try:
         outcome = pickle.dumps(("ok", body(rank, world, port)))
@@ -100,7 +104,7 @@ def fork_ranks(body: Callable[[int, int, int], Any], world: int, *, limit_s: flo
     ranks = []
     for rank in range(world):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_child, args=(rank, world, port, body, theirs), daemon=True)
+        process = context.Process(target=_child, args=(rank, world, port, body, theirs, limit_s), daemon=True)
         process.start()
         theirs.close()
         ranks.append((process, mine))
