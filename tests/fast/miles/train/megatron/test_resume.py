@@ -142,7 +142,8 @@ def test_kill_during_save_leaves_the_last_complete_checkpoint_usable(ranks, tool
         for number in range(1, 10_000):
             # Saving under two numbers also exercises the replacement of an existing folder.
             backend.save(tmp_path, extra={"step": number % 2 + 1, "number": number})
-            (tmp_path / "saved").write_text(str(number))
+            (tmp_path / "saved.new").write_text(str(number))
+            (tmp_path / "saved.new").rename(tmp_path / "saved")
 
     for moment in range(10):
         process = os.fork()
