@@ -96,9 +96,11 @@ def _start(ray: Any, folder: Path, *, cpus: int, gpus: int) -> None:
             namespace="miles",
             _temp_dir=str(folder),
         )
-    except SystemExit:
+    except SystemExit as error:
         # What Ray's own handler makes of a SIGTERM while it starts.
-        raise KeyboardInterrupt from None
+        if error.code == signal.SIGTERM:
+            raise KeyboardInterrupt from None
+        raise RunError(f"the local Ray cluster did not start: Ray ended the process with {error.code}") from error
     except Exception as error:
         # Ray raises bare Exception when a daemon does not answer in time, and OSError or ValueError before that.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

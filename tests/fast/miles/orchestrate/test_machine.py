@@ -152,6 +152,10 @@ def test_a_stop_signal_while_ray_starts_is_an_interruption(
     with pytest.raises(KeyboardInterrupt):
         with local_cluster(cpus=1):
             pass
+    monkeypatch.setattr(sys.modules["ray"], "init", lambda **_: sys.exit(1))
+    with pytest.raises(RunError, match="did not start: Ray ended the process with 1"):
+        with local_cluster(cpus=1):
+            pass
 
 
 def test_folders_that_were_written_again_after_their_removal_go_too(fake_ray: list[Any], tmp_path: Path) -> None:
