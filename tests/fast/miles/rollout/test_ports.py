@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -24,12 +28,18 @@ def can_bind(port):
 
 @pytest.fixture
 def two_ports(monkeypatch):
-    """A range of two ports that are free now."""
-    for first in range(30000, 31990):
-        if can_bind(first) and can_bind(first + 1):
-            monkeypatch.setattr(ports, "FIRST_PORT", first)
-            monkeypatch.setattr(ports, "LAST_PORT", first + 1)
-            return first
+    """A range of two ports that are free now and that no other test takes: outside of what runs lease, and locked."""
+    for first in range(12000, 19998, 2):
+        with (Path(tempfile.gettempdir()) / f"miles-test-ports-{os.getuid()}-{first}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            if can_bind(first) and can_bind(first + 1):
+                monkeypatch.setattr(ports, "FIRST_PORT", first)
+                monkeypatch.setattr(ports, "LAST_PORT", first + 1)
+                yield first
+                return
     raise AssertionError("no two neighbouring ports are free")
 
 
