@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shutil
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import numpy as np
 
 from miles.config.files import storage_error, sync_folder
 from miles.models.errors import ModelError
+from miles.models.safetensors_header import DAMAGED, Entry, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -47,62 +47,15 @@ _EXPONENTS: dict[str, tuple[np.dtype[Any], int]] = {
 }
 
 
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Tensor name -> {dtype, shape, data_offsets} of a safetensors file whose data is complete."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise ModelError(f"{path}: truncated safetensors file: {size} bytes, no header")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > size - 8:
-                raise ModelError(
-                    f"{path}: truncated safetensors file: the header needs {8 + length} bytes, the file has {size}"
-                )
-            header = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: file is missing") from None
-    except IsADirectoryError:
-        raise ModelError(f"{path}: is a folder, not a safetensors file; put the file itself there") from None
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}; make it a file that you may read") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not a safetensors file: {error}") from None
-    if not isinstance(header, dict):
-        raise ModelError(f"{path}: not a safetensors file: its header is a {type(header).__name__}")
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        if not _is_entry(entry):
-            raise ModelError(f"{path}: not a safetensors file: its header does not describe tensor {name}")
-        end = 8 + length + entry["data_offsets"][1]
-        if end > size:
-            raise ModelError(
-                f"{path}: truncated safetensors file at tensor {name}: expected {end} bytes, got {size}; "
-                "copy or download the file again"
-            )
-    return header
-
-
-def _is_entry(entry: object) -> bool:
-    """{dtype: text, shape: [size...], data_offsets: [start, end]}, sizes and offsets not negative."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
-        return False
-    shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-        return False
-    return all(type(size) is int and size >= 0 for size in (*shape, *offsets)) and offsets[0] <= offsets[1]
-
-
 class HFCheckpoint:
     """A model folder's tensors, read slice by slice. Open files are kept until `close`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.file_of: dict[str, Path] = {}
-        self.info: dict[str, dict[str, Any]] = {}
+        self.info: dict[str, Entry] = {}
         for path in _shards(directory):
-            for name, entry in read_header(path).items():
+            for name, entry in read_header(path).tensors.items():
                 if name in self.file_of:
                     raise ModelError(f"{path}: tensor {name} is also in {self.file_of[name].name}")
                 self.file_of[name] = path
@@ -118,26 +71,24 @@ class HFCheckpoint:
         if name not in self.file_of:
             raise ModelError(f"{self.directory}: tensor {name} is missing, expected shape {list(shape)}")
         got = self.info[name]
-        if list(got["shape"]) != list(shape):
+        if got.shape != tuple(shape):
             raise ModelError(
-                f"{self.file_of[name]}: tensor {name}: expected shape {list(shape)}, got {list(got['shape'])}"
+                f"{self.file_of[name]}: tensor {name}: expected shape {list(shape)}, got {list(got.shape)}"
             )
-        if got["dtype"] not in _DTYPES:
+        if got.dtype not in _DTYPES:
             raise ModelError(
                 f"{self.file_of[name]}: tensor {name}: expected a floating dtype "
-                f"({', '.join(sorted(_DTYPES))}), got {got['dtype']}"
+                f"({', '.join(sorted(_DTYPES))}), got {got.dtype}"
             )
-        start, end = got["data_offsets"]
-        needed = math.prod(shape) * _EXPONENTS[got["dtype"]][0].itemsize
-        if end - start != needed:
+        needed = math.prod(shape) * _EXPONENTS[got.dtype][0].itemsize
+        if got.nbytes != needed:
             raise ModelError(
-                f"{self.file_of[name]}: tensor {name}: expected {needed} bytes, its header gives {end - start}; copy or "
-                "download the file again"
+                f"{self.file_of[name]}: tensor {name}: expected {needed} bytes, its header gives {got.nbytes}; {DAMAGED}"
             )
 
     def nbytes(self) -> int:
         """Bytes of all tensors, by their headers."""
-        return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in self.info.values())
+        return sum(entry.nbytes for entry in self.info.values())
 
     def check_finite(self) -> None:
         """`ModelError` names the first tensor with an infinite value or one that is not a number. Reads everything."""
@@ -145,11 +96,10 @@ class HFCheckpoint:
             data = path.read_bytes()
             start = 8 + int.from_bytes(data[:8], "little")
             for name, entry in self.info.items():
-                if self.file_of[name] != path or entry["dtype"] not in _EXPONENTS:
+                if self.file_of[name] != path or entry.dtype not in _EXPONENTS:
                     continue
-                kind, exponent = _EXPONENTS[entry["dtype"]]
-                first, end = entry["data_offsets"]
-                bits = np.frombuffer(data[start + first : start + end], dtype=kind)
+                kind, exponent = _EXPONENTS[entry.dtype]
+                bits = np.frombuffer(data[start + entry.begin : start + entry.end], dtype=kind)
                 bad = int(np.count_nonzero((bits & exponent) == exponent))
                 if bad:
                     raise ModelError(

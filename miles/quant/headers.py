@@ -1,4 +1,4 @@
-"""Headers of safetensors files, without torch: what a checkpoint folder holds and what its shards say of themselves.
+"""What a checkpoint folder holds, by its index and the headers of its shards; without torch.
 
 Reads no tensor data; `miles.quant.convert.shards` does that.
 """
@@ -6,76 +6,15 @@ Reads no tensor data; `miles.quant.convert.shards` does that.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from miles.models.safetensors_header import DAMAGED, Header, read_header
 from miles.quant.errors import ConversionError
 
 INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100 << 20
-DAMAGED = "copy or download the file again"
 SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", "_proj_scale", "_proj_scale_2")
 QUANTISED = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file: safetensors dtype, shape, and its first and last byte after the header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """`tensors` by name in the file's order, `metadata`, and `data`: the offset where tensor bytes begin."""
-
-    tensors: dict[str, Entry]
-    metadata: dict[str, str]
-    data: int
-    raw: bytes
-
-
-def read_header(path: Path) -> Header:
-    """Header of a whole file; ConversionError names the file, what is wrong with it and what to do."""
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER + 1
-            if length > min(MAX_HEADER, size - 8):
-                raise ConversionError(f"{path}: no safetensors header in its {size} bytes; {DAMAGED}")
-            raw = file.read(length)
-    except FileNotFoundError:
-        raise ConversionError(f"{path}: the file is missing; {DAMAGED}") from None
-    except OSError as error:
-        raise ConversionError(f"{path}: cannot be read: {error.strerror}") from error
-    tensors, metadata = _parse(path, raw)
-    end = max((entry.end for entry in tensors.values()), default=0)
-    if size != 8 + length + end:
-        kind = "truncated" if size < 8 + length + end else "longer than its header says"
-        raise ConversionError(f"{path}: {kind}, {size} bytes where the header needs {8 + length + end}; {DAMAGED}")
-    return Header(tensors, metadata, 8 + length, raw)
-
-
-def _parse(path: Path, raw: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
-    try:
-        fields = json.loads(raw)
-        metadata = dict(fields.pop("__metadata__", None) or {})
-        tensors = {}
-        for name, entry in fields.items():
-            begin, end = (int(offset) for offset in entry["data_offsets"])
-            shape = tuple(int(size) for size in entry["shape"])
-            if not 0 <= begin <= end or min(shape, default=0) < 0:
-                raise ValueError(f"{name} has offsets [{begin}, {end}] and shape {list(shape)}")
-            tensors[name] = Entry(str(entry["dtype"]), shape, begin, end)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{path}: not a safetensors header: {error!r}; {DAMAGED}") from None
-    return tensors, metadata
 
 
 def read_json(path: Path) -> dict:
@@ -110,7 +49,7 @@ def read_headers(directory: Path) -> dict[str, Header]:
     for shard in names:
         if not (directory / shard).exists():
             raise ConversionError(f"{directory / shard}: named in {INDEX} but missing; {DAMAGED}")
-        headers[shard] = read_header(directory / shard)
+        headers[shard] = read_header(directory / shard, error=ConversionError)
         for tensor in headers[shard].tensors:
             if tensor in places:
                 raise ConversionError(f"{directory / shard}: {tensor} is also in {places[tensor]}; keep one of them")

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from miles.kernels.formats import e2m1_decode, e4m3_decode, unpack_e2m1
 from miles.kernels.mxfp4_to_fp8 import reference
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
+from miles.models.errors import ModelError
+from miles.models.safetensors_header import read_header
 from miles.quant import contract
 from miles.quant.codecs import nvfp4
 from miles.quant.contract import nvfp4_contract
 from miles.quant.convert.planning import compact_excludes
 from miles.quant.convert.run import Journal
-from miles.quant.errors import ConversionError
-from miles.quant.headers import read_header
 from miles.quant.packed import PackedExperts, pack_named
 from miles.quant.scope import Ignore, is_routed_expert_weight
 
@@ -142,10 +142,10 @@ def test_a_shard_cut_or_changed_anywhere_is_read_whole_or_refused(at: int, byte:
         save_file({"a.weight": torch.arange(8.0), "b": torch.zeros(2, 3)}, path)
         whole = path.read_bytes()
         path.write_bytes(whole[: at % len(whole)])
-        with pytest.raises(ConversionError, match=r"model\.safetensors"):
+        with pytest.raises(ModelError, match=r"model\.safetensors"):
             read_header(path)
         changed = bytearray(whole)
         changed[at % len(whole)] = byte
         path.write_bytes(changed)
-        with contextlib.suppress(ConversionError):
+        with contextlib.suppress(ModelError):
             assert all(entry.end >= entry.begin for entry in read_header(path).tensors.values())

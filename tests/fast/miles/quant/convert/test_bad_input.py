@@ -87,7 +87,7 @@ def lie_in_index(source: Path) -> None:
 
 DAMAGES = {
     "truncated shard": (truncate, "model.safetensors: truncated", "copy or download the file again"),
-    "damaged header": (damage_header, "model.safetensors: not a safetensors header", "copy or download the file again"),
+    "damaged header": (damage_header, "model.safetensors: not a safetensors file", "copy or download the file again"),
     "bytes at the end": (lengthen, "model.safetensors: longer than its header says", "copy or download the file again"),
     "missing shard": (lose_shard, "model-2.safetensors: named in", "copy or download the file again"),
     "index names another place": (lie_in_index, "index.json: not in the shard it names: other", "copy or download"),
