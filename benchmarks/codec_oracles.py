@@ -16,9 +16,9 @@ import json
 import sys
 import types
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
+import cpu_record
 import ml_dtypes
 import numpy as np
 import torch
@@ -248,8 +248,7 @@ def main() -> None:
                 transformer_engine(counts, deviations, quantizer, x, name, config)
     different = sum(c["different"] for c in counts.values())
     record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python " + " ".join(Path(a).name if a.startswith("/") else a for a in sys.argv),
+        **cpu_record.head(),
         "versions": {"torch": torch.__version__, "ml_dtypes": ml_dtypes.__version__},
         "values": args.values,
         "different": different,
@@ -258,8 +257,7 @@ def main() -> None:
     }
     print(json.dumps(record, indent=1))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        cpu_record.write(args.out, record)
     raise SystemExit(1 if different else 0)
 
 

@@ -16,9 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
+import cpu_record
 import torch
 from safetensors.torch import save_file
 
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    head = cpu_record.head()
     with tempfile.TemporaryDirectory(dir=args.directory) as temporary:
         base = Path(temporary)
         source, small = base / "source", base / "small"
@@ -112,15 +113,13 @@ def main() -> None:
         "peak memory / shard": peak / shard,
     }
     record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": f"{os.cpu_count()} CPU cores, one thread used",
-        "command": "python " + " ".join(Path(a).name if a.startswith("/") else a for a in sys.argv),
+        **head,
+        "threads": 1,
         "results": results,
     }
     print(json.dumps(record, indent=1))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        cpu_record.write(args.out, record)
 
 
 if __name__ == "__main__":

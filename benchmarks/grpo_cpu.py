@@ -18,16 +18,16 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import cpu_record
 
 from miles.recipe.loader import load
 
@@ -164,16 +164,6 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def hardware() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    except OSError:
-        pass
-    return {"cpu": cpu, "cores": os.cpu_count(), "load_before": os.getloadavg()[0], "python": platform.python_version()}
-
-
 def show(name: str, seed: int, run: dict[str, Any]) -> None:
     target = "-" if run["to_target_s"] is None else f"{run['steps_to_target']:4d} steps {run['to_target_s']:6.1f} s"
     print(
@@ -203,12 +193,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--set", action="append", default=[], help="override of our recipe, KEY=VALUE; repeatable")
     parser.add_argument("--trl", nargs=argparse.REMAINDER, default=[], help="last: further options of the peer script")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "grpo_cpu.json")
+    parser.add_argument("--out", type=Path, default=cpu_record.RESULTS / "grpo_cpu.json")
     args = parser.parse_args()
     record: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        "command": " ".join(sys.argv),
+        **cpu_record.head(),
         "runs": {peer: {} for peer in PEERS},
     }
     with tempfile.TemporaryDirectory() as name:
@@ -223,8 +211,7 @@ def main() -> None:
         print(f"{peer} / TRL: " + "  ".join(f"{k} {v:.2f}" for k, v in values.items() if v is not None))
     reached = ", ".join(f"{peer} {part['reached']}" for peer, part in summary.items())
     print(f"seeds that reached {TARGET} of {len(args.seeds)}: {reached}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    cpu_record.write(args.out, record)
 
 
 if __name__ == "__main__":

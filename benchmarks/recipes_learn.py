@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import cpu_record
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TARGET, WINDOW = 0.9, 5
@@ -68,14 +68,6 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def hardware() -> dict[str, Any]:
-    cpu = platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    return {"cpu": cpu, "cores": os.cpu_count(), "load_before": os.getloadavg()[0], "python": platform.python_version()}
-
-
 def table(runs: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Markdown: one line a recipe, its seeds' steps and seconds to the target, step time and last reward."""
 
@@ -99,12 +91,10 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", choices=variants(), default=variants(), metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], help="override of every recipe, KEY=VALUE; repeatable")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "recipes_learn.json")
+    parser.add_argument("--out", type=Path, default=cpu_record.RESULTS / "recipes_learn.json")
     arguments = parser.parse_args()
     record: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        "command": " ".join(sys.argv),
+        **cpu_record.head(),
         "target": TARGET,
         "runs": {recipe: {} for recipe in arguments.recipes},
     }
@@ -119,8 +109,7 @@ def main() -> int:
                     flush=True,
                 )
     print(table(record["runs"]))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    cpu_record.write(arguments.out, record)
     short = [name for name, seeds in record["runs"].items() for run in seeds.values() if run["reward_last"] < TARGET]
     return 1 if short else 0
 

@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import cpu_record
 import numpy as np
 
 from miles.data.packing import AttentionLayer, FlopsShape, karmarkar_karp, sequence_flops
@@ -144,14 +140,12 @@ def main() -> int:
     parser.add_argument("--dp", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--cap", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results" / "schedule.json")
+    parser.add_argument("--out", type=Path, default=cpu_record.RESULTS / "schedule.json")
     arguments = parser.parse_args()
     lengths = long_tailed(arguments.samples, arguments.cap, seed=0)
     quantiles = np.percentile(lengths, [50, 90, 99]).astype(int).tolist()
     record: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": {"cores": os.cpu_count(), "load_before": os.getloadavg()[0], "python": platform.python_version()},
-        "command": " ".join(sys.argv),
+        **cpu_record.head(),
         "samples": len(lengths),
         "tokens": sum(lengths),
         "p50_p90_p99": quantiles,
@@ -161,8 +155,7 @@ def main() -> int:
     for dp in arguments.dp:
         print(f"{len(lengths)} samples, {sum(lengths)} tokens, p50/p90/p99 {quantiles}, dp {dp}, cap {arguments.cap}")
         record["ranks"][str(dp)] = compare(lengths, dp, arguments.cap, arguments.repeats)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    cpu_record.write(arguments.out, record)
     return 0
 
 

@@ -10,9 +10,7 @@ of a delta when 1, 10 and 100 % of the elements changed. Prints a table, writes 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -22,10 +20,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import cpu_record
 import torch
 
 from miles.data.shared_buffer import SharedBuffer
@@ -281,13 +279,13 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "weight_sync.json")
+    parser.add_argument("--out", type=Path, default=cpu_record.RESULTS / "weight_sync.json")
     args = parser.parse_args()
     if args.serve:
         serve(args.mib)
         return
     torch.set_num_threads(1)
-    hardware = {"machine": platform.machine(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
+    head = cpu_record.head()
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(args, Path(scratch))
         try:
@@ -304,16 +302,13 @@ def main() -> None:
     }
     print("  ".join(f"{name} {value:.2f}" for name, value in ratios.items()))
     record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": hardware,
-        "command": " ".join(sys.argv),
+        **head,
         "bytes": bench.nbytes,
         "tensors": len(bench.weights),
         "rows": bench.rows,
         "ratios": ratios,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    cpu_record.write(args.out, record)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -34,27 +35,29 @@ _SAME_SERIES = " AND ".join(f"{name} = ?" for name in IDENTITY_COLUMNS)
 _IDENTITY_LIST = ", ".join(IDENTITY_COLUMNS)
 
 
-class SqlStore:
+class SqlStore(ABC):
     """Everything but the connection.
 
     A subclass sets `_where` (the address without a password) and `_driver_error`, opens its connection, calls
-    `_migrate`, and gives `_execute`, `_transaction` and `close`.
+    `_migrate`, and gives the abstract methods.
     """
 
     _where: str
     _driver_error: type[Exception]
 
+    @abstractmethod
     def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
         """Run one statement (`?` placeholders); the driver's own cursor. Raises `_driver_error`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _transaction(self) -> AbstractContextManager[Any]:
         """All or nothing, against other threads and processes too."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """End the connection."""
 
+    @abstractmethod
     def _lock_schema(self) -> None:
         """Called first in the migrating transaction: two runners that meet an empty store take turns."""
 

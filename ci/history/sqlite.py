@@ -79,6 +79,9 @@ class SqliteStore(SqlStore):
                 raise
             self._execute("COMMIT")
 
+    def _lock_schema(self) -> None:
+        """Nothing to do: BEGIN IMMEDIATE has taken the file's one write lock."""
+
 
 def _holds_something(path: Path) -> bool:
     try:
