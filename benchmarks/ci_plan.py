@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
 import platform
 import random
@@ -26,6 +25,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import cpu_record
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = 120
@@ -156,8 +157,9 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=10_000)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--pytest-files", type=int, help="files of the tree that pytest collects (default: all)")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/ci_plan.json")
+    parser.add_argument("--out", type=Path, default=cpu_record.RESULTS / "ci_plan.json")
     args = parser.parse_args()
+    head = cpu_record.head()
     miles_ci = [sys.executable, "-m", "ci"]
     plan = [*miles_ci, "plan", "--cadence", "weekly", "--out", "plan.json"]
     times: dict[str, tuple[float, float]] = {}
@@ -220,16 +222,14 @@ def main() -> int:
                 "ratio_to_warm_plan": None if beside is None else round(wall / beside, 2),
             }
         )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     record = {
+        **head,
         "benchmark": "ci_plan",
         "files": args.files,
         "lines": LINES,
-        "load": round(load, 1),
-        "python": platform.python_version(),
         "rows": rows,
     }
-    args.output.write_text(json.dumps(record, indent=2) + "\n")
+    cpu_record.write(args.out, record)
     missed = [what for what, limit in limits.items() if times[what][0] > limit]
     print(f"{len(limits) - len(missed)} of {len(limits)} claims met{': MISSED ' + ', '.join(missed) if missed else ''}")
     if missed and load > 1.5:

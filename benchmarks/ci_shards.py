@@ -16,7 +16,6 @@ Writes benchmarks/results/ci_shards.json.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -26,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+
+import cpu_record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -181,8 +182,9 @@ def show(title: str, table: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/ci_shards.json")
+    parser.add_argument("--out", type=Path, default=cpu_record.RESULTS / "ci_shards.json")
     args = parser.parse_args()
+    head = cpu_record.head()
     single = known_estimates(args.seeds, mixed=False)
     mixed = known_estimates(args.seeds, mixed=True)
     learned = learned_estimates(args.seeds, LEARNED_SHARDS)
@@ -196,7 +198,8 @@ def main() -> None:
         "known estimates: mean no worse than the best other": single["ours"]["mean"] <= best_other,
         "known estimates: max no worse than plain LPT": single["ours"]["max"] <= single["plain LPT"]["max"],
         "mixed devices: max <= 1.05": mixed["ours"]["max"] <= 1.05,
-        "learned (10 runs): p95 <= 1.10": learned["learned, 10 runs"]["p95"] <= 1.10,
+        "learned (10 runs), 2-8 shards: p95 <= 1.10": learned["learned, 10 runs"]["p95"] <= 1.10,
+        "learned (10 runs), 2-16 shards: p95 <= 1.10": learned_wide["learned, 10 runs"]["p95"] <= 1.10,
     }
     others = {name: row["mean"] / mixed["ours"]["mean"] for name, row in mixed.items() if name != "ours"}
     print(
@@ -206,6 +209,7 @@ def main() -> None:
     for claim, holds in claims.items():
         print(f"{'met   ' if holds else 'MISSED'} {claim}")
     record = {
+        **head,
         "benchmark": "ci_shards",
         "tests": TESTS,
         "shards": list(SHARDS),
@@ -216,8 +220,7 @@ def main() -> None:
         "learned_2_to_16_shards": learned_wide,
         "claims": claims,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(record, indent=2) + "\n")
+    cpu_record.write(args.out, record)
 
 
 if __name__ == "__main__":

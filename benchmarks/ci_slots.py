@@ -1,6 +1,6 @@
 """Tests of 1, 2, 4 and 8 devices on one host: how well the leases pack, and what the supervisor costs.
 
-    python benchmarks/ci_slots.py [--jobs 40] [--seeds 3] [--seconds 1.5] [--output FILE]
+    python benchmarks/ci_slots.py [--jobs 40] [--seeds 3] [--seconds 1.5] [--out FILE]
 
 Devices are fake, everything else is real: lock files, leases, one supervised process for each test (it sleeps for its
 duration), threads of the runner. Printed for each seed, from the same jobs in the same run:
@@ -18,7 +18,6 @@ benchmarks/results/ci_slots.json. About four minutes, whatever the number of cor
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -28,6 +27,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import cpu_record
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -112,8 +113,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=40, help="tests for each seed (default: 40)")
     parser.add_argument("--seeds", type=int, default=3, help="job lists to try (default: 3)")
     parser.add_argument("--seconds", type=float, default=1.5, help="median duration of a test (default: 1.5)")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/ci_slots.json")
+    parser.add_argument("--out", type=Path, default=cpu_record.RESULTS / "ci_slots.json")
     args = parser.parse_args()
+    head = cpu_record.head()
     rows = []
     with tempfile.TemporaryDirectory(prefix="slots-") as name:
         folder = Path(name)
@@ -140,15 +142,14 @@ def main() -> int:
         f"difference {overhead:.1f} ms (target 50): {'met' if cheap else 'MISSED'}"
     )
     numbers = {
+        **head,
         "benchmark": "ci_slots",
-        "cpus": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
         "rows": rows,
         "worst_ratio": worst,
         "supervisor_ms": supervised,
         "plain_ms": plain,
     }
-    args.output.write_text(json.dumps(numbers, indent=1) + "\n")
+    cpu_record.write(args.out, numbers)
     return 0 if packed_well and cheap else 1
 
 

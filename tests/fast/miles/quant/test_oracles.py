@@ -21,7 +21,10 @@ def oracles():
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["codec_oracles"] = module
-    spec.loader.exec_module(module)
+    # As `python benchmarks/codec_oracles.py` does: its neighbours are importable.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        spec.loader.exec_module(module)
     module.CHUNK = 1 << 17
     yield module
     logging.disable(logging.NOTSET)
