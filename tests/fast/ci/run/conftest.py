@@ -143,6 +143,16 @@ class Repository:
         )
         return Outcome(done.returncode, done.stdout + done.stderr, self.root / "out")
 
+    def start(self, *words: str, base: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """A runner that goes on by itself; the test ends it."""
+        return subprocess.Popen(
+            self.command("run", *words),
+            cwd=self.root,
+            env=self.environment(base),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
 
 @pytest.fixture(scope="session")
 def repository_class() -> type[Repository]:

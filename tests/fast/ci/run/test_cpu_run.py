@@ -246,13 +246,7 @@ def test_cancel_writes_partial_results_within_five_seconds(repository):
         register_cpu_ci(est_time=1, suite="stage-a-cpu", serial=True)
         def test_a(): assert True
     """)  # fmt: skip
-    process = subprocess.Popen(
-        repository.command("run", "--suite", "stage-a-cpu"),
-        cwd=repository.root,
-        env=repository.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = repository.start("--suite", "stage-a-cpu")
     pidfile = repository.root / "tests" / "fast" / "test_b_stubborn.pid"
     until(lambda: pidfile.exists() and pidfile.read_text() != "")
     started = time.monotonic()
@@ -285,13 +279,7 @@ def test_running_runner_owns_its_results_and_a_killed_one_is_never_taken_for_gre
             time.sleep(60)
             assert True
     """)  # fmt: skip
-    process = subprocess.Popen(
-        repository.command("run", "--suite", "stage-a-cpu"),
-        cwd=repository.root,
-        env=repository.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = repository.start("--suite", "stage-a-cpu")
     pidfile = repository.root / "tests/fast/test_sleeps.pid"
     until(lambda: pidfile.exists() and pidfile.read_text() != "")
     second = repository.run("--suite", "stage-a-cpu")

@@ -159,13 +159,7 @@ def test_cancel_by_ctrl_c_writes_what_is_known(repository, stub_env):
     source = "import time, pathlib\ndef test_a():\n    pathlib.Path(__file__).with_suffix('.on').touch()\n    time.sleep(60)\n    assert 1\n"
     repository.gpu_file("test_0.py", source, gpus=2, est=20)
     repository.gpu_file("test_1.py", OK, gpus=2)
-    process = subprocess.Popen(
-        repository.command("run", "--suite", "gpu"),
-        cwd=repository.root,
-        env=repository.environment(stub_env(devices=2)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = repository.start("--suite", "gpu", base=stub_env(devices=2))
     deadline = time.monotonic() + 40
     while not (repository.root / "tests" / "fast-gpu" / "test_0.on").exists():
         assert time.monotonic() < deadline
