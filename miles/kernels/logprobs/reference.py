@@ -82,6 +82,12 @@ def reference_row_stats(
     return RowStats(out[0], out[1], out[2], out[3] if with_entropy else None)
 
 
+def row_log_softmax(z: torch.Tensor) -> torch.Tensor:
+    """log_softmax of fp32 rows by the sums of `reference_row_stats`: equal to the trainer's log-probs bit for bit."""
+    maximum = z.amax(dim=-1, keepdim=True)
+    return z - (maximum + (z - maximum).exp_().sum(dim=-1, keepdim=True).log())
+
+
 def local_columns(targets: torch.Tensor, offset: int, valid: int) -> torch.Tensor:
     """Column of each target in this shard, -1 where it lives elsewhere."""
     return torch.where((targets >= offset) & (targets < offset + valid), targets - offset, -1)

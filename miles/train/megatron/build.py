@@ -12,6 +12,7 @@ import torch
 from miles.models.family import FamilyConfig
 from miles.models.weightmap import global_name
 from miles.train.config import ParallelConfig, TrainConfig
+from miles.train.megatron.experts import pad_small_experts
 from miles.train.megatron.mesh import Mesh
 from miles.train.megatron.platform import Platform, building
 from miles.train.megatron.rotary import Rotary, check_inv_freq, set_cos_sin_scale
@@ -181,6 +182,8 @@ def _build_chunk(
         "layer_offset": get_transformer_layer_offset(config, vp_stage=stage),
         "expert_offset": mesh.layout.ep_rank * (model.num_experts // train.parallel.ep),
     }
+    if platform.is_cpu:
+        pad_small_experts(gpt)
     if install is not None:
         install(gpt, partial(global_name, **offsets))
     return ModelChunk(

@@ -1,9 +1,7 @@
-"""Paged key-value cache and attention whose result for a row does not depend on the other rows.
+"""Paged key-value cache, and how the sequences of one forward pass are grouped for attention.
 
-What makes it hold in fp32 on the CPU (measured, and probed at start by `invariance`): a matrix product's row is the
-same for every number of rows >= 4 and for trailing zero columns of the reduction while it is at most 256 long;
-exp and max are element-wise. So queries come in blocks of at least 4 rows, and the sums over keys run in chunks of
-256, added in order. Prefill and decode then agree bit for bit, which makes prefix reuse exact.
+A row's result does not depend on the other rows (`miles.kernels.row_attention`): prefill and decode agree bit for
+bit, which makes prefix reuse exact.
 """
 
 from __future__ import annotations
@@ -13,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from miles.kernels.row_attention import MIN_ROWS, attend_rows
 from miles.rollout.engines.embedded.pages import PAGE, SCRATCH
 
 ROW_BLOCK = 16  # forward passes are padded to a multiple of this many rows
-MIN_ROWS = 4
-KEY_CHUNK = 256
 SCORE_BUDGET = 1 << 25  # elements of one group's score matrix
 
 
@@ -52,7 +49,6 @@ class KVCache:
         self.scale = head_dim**-0.5
         self.device = device
         self.data = torch.zeros(layers, 2, kv_heads, pages * PAGE, head_dim, dtype=dtype, device=device)
-        self._ones = torch.ones(KEY_CHUNK, 8, device=device)
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         paged = self.data.view(*self.data.shape[:3], -1, PAGE * self.head_dim)
@@ -154,31 +150,10 @@ def _padded(part: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _attend_group(cache: KVCache, store: torch.Tensor, group: _Group, q: torch.Tensor) -> torch.Tensor:
     h, g, d, b, t = cache.kv_heads, cache.group, cache.head_dim, group.b, group.t
-    gathered = store.view(2, h, -1, PAGE * d).index_select(2, group.pages).view(2, h * b, -1, d)
-    keys, values = gathered[0], gathered[1]
-    length = keys.shape[1]
+    gathered = store.view(2, h, -1, PAGE * d).index_select(2, group.pages).view(2, h, b, -1, d)
     rows = q[:b] if group.query_rows is None else q[group.query_rows]
     # [b, t, h, g, d] -> [h, b, t, g, d]: one matrix of t * g rows for each (kv head, sequence).
-    query = (rows.view(b, t, h, g, d).permute(2, 0, 1, 3, 4) * cache.scale).reshape(h * b, t * g, d)
-    scores = torch.bmm(query, keys.transpose(1, 2)).float().view(h, b, t, g, length)
-    scores.masked_fill_(group.masked, float("-inf"))
-    weights = (scores - scores.amax(-1, keepdim=True)).exp_().view(h * b, t * g, length)
-    mixed, mass = _weighted_sum(cache, weights, values)
-    mixed = (mixed / mass).to(q.dtype).view(h, b, t, g, d).permute(1, 2, 0, 3, 4).reshape(b * t, h * g * d)
+    query = rows.view(b, t, h, g, d).permute(2, 0, 1, 3, 4) * cache.scale
+    mixed = attend_rows(query, gathered[0], gathered[1], group.masked)
+    mixed = mixed.permute(1, 2, 0, 3, 4).reshape(b * t, h * g * d)
     return mixed if len(group.picked) == b * t else mixed[group.picked]
-
-
-def _weighted_sum(cache: KVCache, weights: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum over keys of weight * value [n, m, d], sum of weights [n, m, 1]), in ordered chunks of keys."""
-    length = weights.shape[-1]
-    if length <= KEY_CHUNK:
-        mass = torch.matmul(weights, cache._ones[:length])[..., :1]
-        return torch.bmm(weights.to(values.dtype), values).float(), mass
-    mixed = mass = None
-    for at in range(0, length, KEY_CHUNK):
-        part, part_mass = _weighted_sum(
-            cache, weights[..., at : at + KEY_CHUNK].contiguous(), values[:, at : at + KEY_CHUNK].contiguous()
-        )
-        mixed = part if mixed is None else mixed + part
-        mass = part_mass if mass is None else mass + part_mass
-    return mixed, mass

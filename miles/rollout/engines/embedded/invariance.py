@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 
-from miles.rollout.engines.embedded.attention import KEY_CHUNK, MIN_ROWS, ROW_BLOCK
+from miles.kernels.row_attention import KEY_CHUNK, MIN_ROWS
+from miles.rollout.engines.embedded.attention import ROW_BLOCK
 
 
 def rows_are_independent(weights: Iterable[torch.Tensor]) -> bool:

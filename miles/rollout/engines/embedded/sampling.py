@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from miles.kernels.logprobs.reference import row_log_softmax
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
@@ -81,7 +83,7 @@ def _draw_block(logits: torch.Tensor, rows: SamplingRows, start: int, stop: int)
     greedy = temperature <= 0.0
     scale = np.where(greedy, np.float32(1.0), temperature).astype(np.float32)
     device = logits.device
-    log_p = torch.log_softmax(logits[at] / torch.from_numpy(scale).to(device)[:, None], dim=-1)
+    log_p = row_log_softmax(logits[at] / torch.from_numpy(scale).to(device)[:, None])
     u = torch.from_numpy(uniform(rows.seed[at], rows.position[at])).to(device)[:, None]
     tokens = _inverse_cdf(log_p.double().exp_(), u)
     cut = np.flatnonzero(rows.cuts[at] & ~greedy)

@@ -81,7 +81,7 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
 
 
 class SwiGLU:
-    """down(silu(gate(x)) * up(x)), gate and up as one matrix."""
+    """down(silu(gate(x)) * up(x) * scale), gate and up as one matrix. `scale` [n, 1]: a router's weights."""
 
     def __init__(self, store: ParameterStore, prefix: str, hidden: int, intermediate: int) -> None:
         self.gate_up = store.fused(
@@ -89,9 +89,10 @@ class SwiGLU:
         )
         self.down = store.add(f"{prefix}.down_proj.weight", hidden, intermediate)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down)
+        inner = F.silu(gate) * up
+        return F.linear(inner if scale is None else inner * scale, self.down)
 
 
 class Layer:

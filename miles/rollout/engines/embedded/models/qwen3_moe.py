@@ -46,7 +46,7 @@ class Qwen3MoeShape(Qwen3Shape):
 
 
 class RoutedExperts:
-    """Sum over the chosen experts of weight x down(silu(gate(x)) * up(x)); softmax over all experts, then top k."""
+    """Sum over the chosen experts of down(silu(gate(x)) * up(x) * weight), in megatron-core's order of operations."""
 
     def __init__(self, store: ParameterStore, prefix: str, shape: Qwen3MoeShape) -> None:
         self.shape = shape
@@ -62,17 +62,23 @@ class RoutedExperts:
         # Experts in ascending order: a token's sum does not depend on the other tokens.
         for expert in torch.unique(chosen).tolist():
             rows, place = torch.nonzero(chosen == expert, as_tuple=True)
-            padded = F.pad(x[rows], (0, 0, 0, -len(rows) % ROW_BLOCK))
-            result = self.experts[expert](padded)[: len(rows)]
-            out.index_add_(0, rows, result * weights[rows, place, None])
+            surplus = -len(rows) % ROW_BLOCK
+            scale = F.pad(weights[rows, place], (0, surplus))[:, None]
+            result = self.experts[expert](F.pad(x[rows], (0, 0, 0, surplus)), scale)
+            out.index_add_(0, rows, result[: len(rows)])
         return out
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights [n, k] in x's dtype, expert ids int64 [n, k]), probabilities in float32."""
-        p = torch.softmax(F.linear(x, self.router), dim=-1, dtype=torch.float32)
-        weights, chosen = torch.topk(p, self.shape.experts_per_token, dim=-1)
+        """(weights [n, k] in x's dtype, expert ids int64 [n, k]), probabilities in float32.
+
+        Normalised weights are a softmax over the chosen experts, others are taken from the softmax over all.
+        """
+        scores, k = F.linear(x, self.router), self.shape.experts_per_token
         if self.shape.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+            top, chosen = torch.topk(scores, k, dim=-1)
+            weights = torch.softmax(top, dim=-1, dtype=torch.float32)
+        else:
+            weights, chosen = torch.topk(torch.softmax(scores, dim=-1, dtype=torch.float32), k, dim=-1)
         return weights.to(x.dtype), chosen
 
 
