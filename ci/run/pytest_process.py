@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,10 @@ _PER_TEST_VARIABLES = ("MILES_CI_LEASE", "MILES_CI_OBSERVED", "MILES_CI_UNIT", "
 
 @dataclass(frozen=True)
 class Files:
-    """Where one process writes: its log (kept), events, JUnit and metrics (read back, kept for debugging)."""
+    """Where one process writes: its log (kept), events, JUnit and metrics (read back, kept for debugging).
+
+    What an earlier run left under the same names is gone: it must never be taken for evidence of this one.
+    """
 
     log: Path
     events: Path
@@ -44,6 +48,8 @@ class Files:
         )
         for path in (files.log, files.events, files.junit):
             path.unlink(missing_ok=True)
+        if files.metrics.exists():
+            shutil.rmtree(files.metrics)
         return files
 
 

@@ -329,3 +329,13 @@ def test_printed_infrastructure_text_beside_a_fault_of_the_program_is_a_test_fai
     broken = phase("test_a", result="failed", failure=details, output="Connection reset by peer")
     judged = judge(events(tmp_path, collected("test_a"), broken), EXIT_1, JUnitCounts(1, 1, 0, 0))
     assert (judged.outcome, judged.cause.kind) == ("failed", "test")
+
+
+def test_nothing_that_an_earlier_run_left_is_evidence_of_this_one(tmp_path):
+    before = pytest_process.Files.below(tmp_path, "x", 1)
+    before.metrics.mkdir()
+    for path in (before.log, before.events, before.junit, before.metrics / "m.jsonl"):
+        path.write_text("old")
+    again = pytest_process.Files.below(tmp_path, "x", 1)
+    assert again == before
+    assert not any(path.exists() for path in (again.log, again.events, again.junit, again.metrics))
