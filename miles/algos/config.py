@@ -100,9 +100,8 @@ class OPSMConfig(StrictModel):
 
 
 class ValueConfig(StrictModel):
-    """Critic of `advantage: gae`."""
+    """Critic of `advantage: gae`: a model of its own, so `lr` alone scales its steps and its loss has no weight."""
 
-    coef: float = Field(default=0.5, gt=0.0)
     eps_clip: float = Field(default=0.2, gt=0.0)
     lr: float = Field(default=1e-3, gt=0.0)
 

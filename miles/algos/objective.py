@@ -89,14 +89,12 @@ def step_objective(
     return total, sums
 
 
-def value_objective(
-    values: torch.Tensor, batch: BatchTensors, config: AlgoConfig, *, coef: float = 1.0
-) -> tuple[torch.Tensor, MetricSums]:
+def value_objective(values: torch.Tensor, batch: BatchTensors, config: AlgoConfig) -> tuple[torch.Tensor, MetricSums]:
     """Critic loss of one micro-batch. values: fp32 [n], prediction before each response token, with gradient."""
     if batch.values is None or batch.returns is None:
         raise ValueError("the critic loss needs old values and returns; run the critic over the rollout and use gae")
     per_token = value_loss(values, batch.values, batch.returns, batch.mask, eps=config.value.eps_clip)
-    loss = coef * reduce_loss(per_token, batch.weights) + 0.0 * masked(values, batch.mask).sum()
+    loss = reduce_loss(per_token, batch.weights) + 0.0 * masked(values, batch.mask).sum()
     return loss, MetricSums.of_losses({"value_loss": loss.detach()})
 
 

@@ -59,3 +59,8 @@ def test_defaults_resolve():
     assert AlgoConfig(advantage="gae").needs_values
     assert AlgoConfig(kl=KLConfig(where="loss", estimator="k2", coef=0.1)).needs_reference
     assert AlgoConfig(opd_coef=1.0).needs_teacher
+
+
+def test_the_critic_is_a_model_of_its_own_and_its_loss_has_no_weight():
+    with pytest.raises(ValidationError, match="coef"):
+        AlgoConfig(advantage="gae", value={"coef": 0.5})
