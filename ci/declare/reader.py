@@ -1,8 +1,8 @@
 """Read the declarations of one source file from its bytes: every error, each with line and column.
 
 Registration calls count only as expression statements at the top level, under their own name imported
-from `ci.declare`, with literal arguments. Everything else that mentions them in a call or an import is an
-error that names the construct, because a call that the reader cannot see would be a test that never runs.
+from `ci.declare`, with literal arguments. Every other use of such a name is an error that names the construct,
+because a call that the reader cannot see would be a test that never runs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Iterator
 
 from ci.declare.call import read_call
 from ci.declare.fields import BACKENDS, FIELDS
+from ci.declare.hidden import hidden_use
 from ci.declare.model import Declaration, FileScan, GateDeclaration
 from ci.errors import Diagnostic
 
-PARSER_VERSION = 1
+PARSER_VERSION = 2
 MODULE = "ci.declare"
 MARKER = b"register_"
 
@@ -85,13 +86,24 @@ class _Reader:
 
     def read(self) -> FileScan:
         top_calls: list[tuple[str, ast.Call]] = []
+        called: set[ast.AST] = set()
         for node, enclosing in _walk(self.tree):
-            if isinstance(node, ast.ImportFrom) and node.module == MODULE and node.level == 0:
-                self._import_from(node, enclosing)
+            if isinstance(node, ast.ImportFrom):
+                if node.module == MODULE and node.level == 0:
+                    self._import_from(node, enclosing)
+                else:
+                    self._import_from_elsewhere(node)
             elif isinstance(node, ast.Call):
+                if isinstance(node.func, ast.Name | ast.Attribute):
+                    called.add(node.func)
                 name = self._registration_name(node, enclosing)
                 if name is not None:
                     top_calls.append((name, node))
+            use = None if node in called else hidden_use(node)
+            if use is not None:
+                name, how = use
+                message = f"{name} is {how}: what is called so is not seen; call {name}(...) directly at the top level"
+                self.error(node, "hidden-use", message)
         for name, call in top_calls:
             if name not in self.imported:
                 self.error(call, "not-imported", f"{name} is not imported: add `from ci.declare import {name}`")
@@ -119,6 +131,12 @@ class _Reader:
                     self.imported.add(alias.name)
                 else:
                     self.imported.add(alias.name)
+
+    def _import_from_elsewhere(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            if alias.name in FIELDS and alias.asname not in (None, alias.name):
+                message = f"aliased import `{alias.name} as {alias.asname}`: import it from {MODULE} under its own name"
+                self.error(alias, "aliased-import", message)
 
     def _registration_name(self, node: ast.Call, enclosing: str | None) -> str | None:
         """The function that a call names if it is a well-placed registration; errors otherwise."""

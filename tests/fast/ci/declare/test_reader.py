@@ -163,6 +163,21 @@ def test_what_is_no_literal_is_refused_and_named(source: str, named: str) -> Non
         ("from ci.declare import *", "star-import", "import *"),
         ("def f():\n    from ci.declare import register_cpu_ci", "nested-import", "inside function `f`"),
         ("def register_cpu_ci(a, b):\n    pass", "shadowed", "defined here"),
+        ("again = register_cpu_ci\nagain(1, 's')", "hidden-use", "read without being called"),
+        ("[f(1, 's') for f in [register_cpu_ci]]", "hidden-use", "read without being called"),
+        ("again = again or register_cpu_ci", "hidden-use", "read without being called"),
+        ("functools.partial(register_cpu_ci, 1)('s')", "hidden-use", "read without being called"),
+        ("def f(call=register_cpu_ci):\n    call(1, 's')", "hidden-use", "read without being called"),
+        ("@register_cpu_ci\ndef f():\n    pass", "hidden-use", "read without being called"),
+        ("register_cpu_ci = print", "hidden-use", "bound to something else"),
+        ("import ci.declare as d\nagain = d.register_cpu_ci", "hidden-use", "read as an attribute"),
+        ("d.register_cpu_ci = print", "hidden-use", "replaced"),
+        ("getattr(ci.declare, 'register_cpu_ci')(1, 's')", "hidden-use", "looked up by its name"),
+        ("operator.attrgetter('register_cpu_ci')(d)(1, 's')", "hidden-use", "looked up by its name"),
+        ("globals()['register_cpu_ci'](1, 's')", "hidden-use", "looked up by its name"),
+        ("vars(d).get('register_cpu_ci')(1, 's')", "hidden-use", "looked up by its name"),
+        ("d.__dict__['register_cpu_ci'](1, 's')", "hidden-use", "looked up by its name"),
+        ("from helpers import register_cpu_ci as again\nagain(1, 's')", "aliased-import", "`register_cpu_ci as again`"),
     ],
 )
 def test_a_call_the_reader_could_miss_is_refused_and_named(source: str, code: str, named: str) -> None:
@@ -180,6 +195,12 @@ def test_mentions_in_strings_and_comments_are_not_calls() -> None:
     found = read('# register_cuda_ci(1, "x")\nTEXT = "register_cuda_ci(1)"\nregister_cpu_ci(3, "s")')
     assert found.errors == ()
     assert len(found.declarations) == 1
+
+
+def test_a_hidden_use_is_placed_and_reported_once() -> None:
+    found = read('register_cpu_ci(3, "s")\nagain = register_cpu_ci\nagain(1, "t")')
+    assert [(error.line, error.column, error.code) for error in found.errors] == [(3, 9, "hidden-use")]
+    assert read('register_cpu_ci(3, "s")\nTABLE = {"register_cpu_ci": 1}\nTABLE.get("register_cpu_ci")').errors == ()
 
 
 def test_two_suites_are_legal_and_the_same_pair_twice_is_not() -> None:
