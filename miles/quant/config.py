@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from miles.config import StrictModel
+from miles.config import StrictModel, metric_names
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 from miles.quant.errors import QuantConfigError, QuantError
 from miles.quant.nvfp4_config import VARIABLES, current_nvfp4_qdq_config, fake_qat_gate, process_environment
@@ -73,19 +73,12 @@ class NVFP4Options(StrictModel):
         )
 
 
-# Differences, and means of estimators that may be negative (k1 of a KL).
-SIGNED_METRICS = frozenset({"ppo_kl", "kl", "kl_k1", "kl_loss", "loss", "pg_loss", "logprob_diff_mean"})
-
-
-def _is_signed(metric: str) -> bool:
-    return metric.rsplit("/", 1)[-1] in SIGNED_METRICS
-
-
 class MetricGate(StrictModel):
     """Stops a run when |metric| exceeds `max_abs`; a missing or NaN metric fails too.
 
-    `signed` metrics (differences, the k1 estimate of a KL) can be wrong in both directions, so a one-sided `max` is
-    refused for them: a large negative value would pass.
+    Metrics that may be negative (rewards, differences, the k1 estimate of a KL) can be wrong in both directions, so a
+    one-sided `max` is refused for them: a large negative value would pass. The table of metric names says which those
+    are; `signed` speaks of a metric that is not in it.
     """
 
     name: str
@@ -97,7 +90,7 @@ class MetricGate(StrictModel):
     def _two_sided(self) -> MetricGate:
         if (self.max_abs is None) == (self.max is None):
             raise ValueError(f"gate {self.name!r}: give exactly one of max_abs and max")
-        if self.signed is False and _is_signed(self.name):
+        if self.signed is False and metric_names.signed(self.name):
             raise ValueError(
                 f"gate {self.name!r}: the metric is signed, `signed: false` cannot change that; use max_abs"
             )
@@ -107,7 +100,9 @@ class MetricGate(StrictModel):
 
     @property
     def is_signed(self) -> bool:
-        return _is_signed(self.name) if self.signed is None else self.signed
+        """What the gate or the table says; a metric of which neither says anything may be negative."""
+        known = metric_names.signed(self.name) if self.signed is None else self.signed
+        return known is not False
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Raises `QuantError` naming metric, value and limit."""

@@ -9,11 +9,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from miles.algos.config import AlgoConfig
-from miles.config import StrictModel
+from miles.config import StrictModel, metric_names
 from miles.data.config import DataConfig
 from miles.models.config import ModelConfig
 from miles.quant.config import QuantConfig
-from miles.recipe import metric_names
 from miles.recipe.run import Evidence, Expectation, PlacementConfig, RunConfig
 from miles.rollout.config import EngineConfig, RolloutConfig, check_group_size
 from miles.sync.config import SyncConfig
@@ -54,10 +53,11 @@ class Recipe(StrictModel):
                 f"data.global_batch_size is {self.data.global_batch_size}, but a step has rollout.batch_groups x "
                 f"rollout.group_size = {rollouts} rollouts; lower it, or raise those"
             )
-        for name in self.expect:
-            fault = metric_names.fault(name)
-            if fault is not None:
-                raise ValueError(f"expect.{name}: {name} {fault}")
+        named = [(f"expect.{name}", name) for name in self.expect]
+        named += [(f"quant.gates.{index}.name", gate.name) for index, gate in enumerate(self.quant.gates)]
+        for key, name in named:
+            if (fault := metric_names.fault(name)) is not None:
+                raise ValueError(f"{key}: {name} {fault}")
         return self
 
     @property

@@ -12,11 +12,11 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from miles.config import ConfigError
+from miles.config.metric_names import METRICS, REFUSED
 from miles.data.tokenizer import build_char_tokenizer
 from miles.models.create import create_checkpoint
 from miles.recipe import load
 from miles.recipe.dry_run import describe
-from miles.recipe.metric_names import METRICS, REFUSED
 from miles.recipe.rules import check_or_raise
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -50,6 +50,14 @@ def refusal(*sets: str) -> str:
         ("expect={rollout/reward_men: {min: 0}}", "reports; did you mean 'rollout/reward_mean'?"),
         ("expect={loss: {min: 0}}", "loss is no metric that a step reports; did you mean train/loss?"),
         ("expect={eval/reward_mean: {min: 0}}", "eval/reward_mean is measured once after the last step"),
+        (
+            "quant.gates=[{name: train/ppo_kI, max_abs: 1}]",
+            "gates.0.name: train/ppo_kI is no metric that a step reports; did",
+        ),
+        ("quant.gates=[{name: train/nonsense, max_abs: 1}]", "quant.gates.0.name: train/nonsense is no metric that a"),
+        ("quant.gates=[{name: ppo_kl, max_abs: 1}]", "did you mean train/ppo_kl?"),
+        ("quant.gates=[{name: train/teacher_kl, max: 1}]", "'train/teacher_kl': the metric is signed, so a one-sided"),
+        ("quant.gates=[{name: rollout/reward_mean, max: 1}]", "'rollout/reward_mean': the metric is signed"),
     ],
 )
 def test_value_out_of_bounds_is_refused_by_its_key(sets: str, said: str) -> None:
