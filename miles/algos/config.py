@@ -13,6 +13,9 @@ from miles.config import StrictModel
 
 Level = Literal["token", "sequence", "geometric"]
 
+# Loss forms whose gradient, on the policy's own samples, already is that of the reverse KL.
+_EXACT_AS_THEY_ARE = ("k2", "support_exact")
+
 
 class KLConfig(StrictModel):
     """`where: reward` subtracts coef·kl from each token's reward; `loss` adds coef·kl to the loss."""
@@ -20,7 +23,8 @@ class KLConfig(StrictModel):
     where: Literal["none", "reward", "loss"] = "none"
     estimator: Literal["k1", "k2", "k3", "low_var", "support_exact"] = "k1"
     coef: float = Field(default=0.0, ge=0.0)
-    # Multiply the loss form by the ratio to the sampling policy, gradient through the ratio.
+    # Multiply the loss form by the ratio to the old policy, gradient through the ratio. Where old is the current policy
+    # (one optimizer step without `correction.bypass`) the ratio is 1 and only its gradient acts.
     unbiased: bool = False
 
     @model_validator(mode="after")
@@ -36,6 +40,11 @@ class KLConfig(StrictModel):
             )
         if self.unbiased and self.where != "loss":
             raise ValueError("algo.kl.unbiased applies to the loss form only; set algo.kl.where=loss or unbiased=false")
+        if self.unbiased and self.estimator in _EXACT_AS_THEY_ARE:
+            raise ValueError(
+                f"algo.kl.unbiased corrects k3 and low_var; the gradient of {self.estimator} is exact without it and "
+                "wrong or noisier with it: set unbiased=false, or estimator=k3"
+            )
         if self.where != "none" and self.coef == 0.0:
             raise ValueError("algo.kl.where is set but algo.kl.coef is 0; set a coefficient or where=none")
         if self.where == "none" and (self.coef > 0.0 or self.estimator != "k1"):

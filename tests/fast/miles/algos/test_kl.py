@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from pydantic import ValidationError
 
 from miles.algos import kl
 from miles.algos.config import AlgoConfig, KLConfig
+from miles.algos.objective import step_objective
+from miles.data.tensors import BatchTensors
 
 
 def test_values_by_hand():
@@ -29,19 +33,38 @@ def test_unknown_estimator_lists_the_known():
 
 
 def toy(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the policy and log-probs of the reference, near enough for low_var's bounds not to act."""
     generator = torch.Generator().manual_seed(seed)
-    theta = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_(True)
+    theta = (0.7 * torch.randn(5, generator=generator, dtype=torch.float64)).requires_grad_(True)
     return theta, torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(-1)
 
 
-def expected_gradient(estimator: str, *, unbiased: bool = False) -> torch.Tensor:
-    """Sum over all actions of pi(a)·grad of the estimator at a: what sampling estimates."""
+def every_action(config: AlgoConfig) -> torch.Tensor:
+    """Sum over all actions of pi(a)·grad of the KL term at a: what sampling estimates, through the objective itself."""
     theta, reference = toy()
+    actions = len(theta)
     log_policy = theta.log_softmax(-1)
-    value = kl.estimate(estimator, log_policy - reference)
-    if unbiased:
-        value = value * (log_policy - log_policy.detach()).exp()
-    (grad,) = torch.autograd.grad((log_policy.detach().exp() * value).sum(), theta)
+    flat = torch.arange(actions)
+    batch = BatchTensors(
+        input_ids=flat[None],
+        position_ids=flat[None],
+        bounds=None,
+        logit_index=flat,
+        sequence=flat,
+        token_counts=torch.ones(actions, dtype=torch.int64),
+        sample_ids=tuple(f"s{action}" for action in range(actions)),
+        response_index=torch.zeros(actions, dtype=torch.int64),
+        target_ids=flat,
+        mask=torch.ones(actions, dtype=torch.bool),
+        weights=log_policy.detach().exp(),
+        advantages=torch.zeros(actions, dtype=torch.float64),
+        ref_log_probs=reference,
+    )
+    everywhere = kl.support_exact(
+        log_policy.repeat(actions), reference.repeat(actions), torch.arange(actions + 1) * actions
+    )
+    loss, _ = step_objective(log_policy, batch, config, kl_exact=everywhere)
+    (grad,) = torch.autograd.grad(loss, theta)
     return grad
 
 
@@ -52,17 +75,49 @@ def exact_gradient() -> torch.Tensor:
     return grad
 
 
-def test_k2_gradient_matches_enumerated_kl():
-    torch.testing.assert_close(expected_gradient("k2"), exact_gradient())
+def accepted(estimator: str, unbiased: bool) -> bool:
+    try:
+        KLConfig(where="loss", estimator=estimator, coef=1.0, unbiased=unbiased)
+    except ValidationError:
+        return False
+    return True
 
 
-def test_k1_gradient_vanishes_and_k3_gradient_is_biased():
-    assert float(expected_gradient("k1").abs().max()) < 1e-12
-    assert float((expected_gradient("k3") - exact_gradient()).abs().max()) > 1e-2
+LOSS_FORMS = [
+    (estimator, unbiased)
+    for estimator in get_args(KLConfig.model_fields["estimator"].annotation)
+    for unbiased in (False, True)
+    if accepted(estimator, unbiased)
+]
+# Unbiased as values only, as the guide says.
+BIASED = [("k3", False), ("low_var", False)]
 
 
-def test_the_unbiased_form_makes_k3_exact_on_policy():
-    torch.testing.assert_close(expected_gradient("k3", unbiased=True), exact_gradient())
+def test_the_accepted_loss_forms_are_the_documented_ones():
+    assert LOSS_FORMS == [("k2", False), *((name, form) for name in ("k3", "low_var") for form in (False, True))] + [
+        ("support_exact", False)
+    ]
+
+
+@pytest.mark.parametrize(("estimator", "unbiased"), LOSS_FORMS)
+def test_gradient_of_every_accepted_form_matches_the_enumerated_kl(estimator, unbiased):
+    config = AlgoConfig(kl=KLConfig(where="loss", estimator=estimator, coef=1.0, unbiased=unbiased))
+    off = float((every_action(config) - exact_gradient()).abs().max())
+    assert off > 1e-2 if (estimator, unbiased) in BIASED else off < 1e-6
+
+
+@pytest.mark.parametrize("estimator", ["k2", "support_exact"])
+def test_a_form_that_is_exact_refuses_the_ratio(estimator):
+    with pytest.raises(ValidationError, match=f"gradient of {estimator} is exact without it"):
+        KLConfig(where="loss", estimator=estimator, coef=0.1, unbiased=True)
+
+
+def test_k1_gradient_vanishes():
+    theta, reference = toy()
+    log_policy = theta.log_softmax(-1)
+    value = kl.estimate("k1", log_policy - reference)
+    (grad,) = torch.autograd.grad((log_policy.detach().exp() * value).sum(), theta)
+    assert float(grad.abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
