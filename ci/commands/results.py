@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from ci.commands.output import print_json
-from ci.errors import UsageError
+from ci.errors import UsageError, suggestion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +67,10 @@ def _merge(args: argparse.Namespace, places: list[Path]) -> int:
     if not args.plan:
         raise UsageError("results merge needs --plan FILE: without the plan nothing can be called missing")
     plan = Plan.load(Path(args.plan))
+    known = [item.suite for item in plan.suites]
+    for name in args.suite:
+        if name not in known:
+            raise UsageError(f"--suite {name}: not a suite of the plan{suggestion(name, known)}")
     # No result at all is the worst dark case and must not end as a usage error.
     shards = [read_results(file) for file in results.find_results(places)]
     merged = merge.merge(plan, shards, skipped=_skipped(args.skipped), suites=args.suite or None)

@@ -51,14 +51,21 @@ def prune(table: Durations, catalog: Catalog) -> Durations:
 def observations_of_results(paths: Sequence[Path]) -> Iterator[Observation]:
     """Passing runs recorded in `results.json` files (schema 1). Raises `UsageError` for another file.
 
-    A part of a split file tells about its items only, never about the whole file.
+    A part of a split file, or a file of which only some nodes ran, tells about its items only, never about the whole
+    file. Copies of one run count once.
     """
+    runs: set[tuple[Any, ...]] = set()
     for path in paths:
         try:
             data = json.loads(path.read_bytes())
             if data.get("schema") != 1:
                 raise ValueError("schema is not 1")
             info = data["run"]
+            # Two runs of a suite may share a run's id (jobs of one workflow), but not the moment they started.
+            run = tuple(info.get(name) for name in ("run_id", "run_attempt", "suite", "shard", "started_at"))
+            if run in runs:
+                continue
+            runs.add(run)
             for test in data["tests"]:
                 if test["outcome"] == "passed":
                     yield from _of_test(test, info["suite"], info["hardware"], float(info["started_at"]))
@@ -70,7 +77,7 @@ def observations_of_results(paths: Sequence[Path]) -> Iterator[Observation]:
 
 
 def _of_test(test: Mapping[str, Any], suite: str, hardware: str, at: float) -> Iterator[Observation]:
-    if "#" not in test["unit"]:
+    if "#" not in test["unit"] and not test.get("only"):
         ms = round(test["attempts"][-1]["wall_s"] * 1000)
         yield Observation(test["path"], suite, hardware, ms, at)
     for node, ms in test.get("node_ms", {}).items():

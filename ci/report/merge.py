@@ -1,7 +1,7 @@
 """Joins the results of all shards of a plan and proves that every planned test was observed.
 
-Dark = planned and not observed. Also errors: a result nobody planned, two results for one unit, a result of another
-plan, and an empty observed set.
+Dark = planned and not observed; a file of which `--file` ran some nodes only is not observed. Also errors: a result
+nobody planned, two results for one unit, a result of another plan, and an empty observed set.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def merge(
         faults.extend(_take(shard, where, planned, seen))
     dark = sorted(f"{suite}: {unit} (shard {planned[suite, unit]})" for suite, unit in planned.keys() - seen.keys())
     observed = sum(
-        (shard.info.suite, test.unit) in planned and test.outcome not in (results.NOT_RUN, results.CANCELLED)
+        (shard.info.suite, test.unit) in planned
+        and test.outcome not in (results.NOT_RUN, results.CANCELLED)
+        and not test.only
         for shard in taken
         for test in shard.tests
     )
@@ -103,6 +105,8 @@ def _take(
         key = (shard.info.suite, test.unit)
         if key not in planned:
             faults.append(f"{where}: {test.unit} was not planned there")
+        elif test.only:
+            faults.append(f"{where}: of {test.unit} only {', '.join(test.only)} was to run (--file)")
         elif key in seen:
             faults.append(f"{where}: {test.unit} has a second result, the first is from {seen[key]}")
         elif planned[key] != shard.info.shard:

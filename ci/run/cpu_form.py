@@ -187,5 +187,6 @@ def _first_attempt_stands(unit: RunUnit, attempts: Sequence[results.Attempt]) ->
     """A retry was due but could not start: the failure that was seen is the result."""
     first = attempts[0]
     return results.TestResult(
-        unit.id, unit.path, first.outcome, unit.num_gpus, round(unit.est_s, 3), first.message, attempts=tuple(attempts)
-    )
+        unit.id, unit.path, first.outcome, unit.num_gpus, round(unit.est_s, 3), first.message,
+        attempts=tuple(attempts), only=unit.only,
+    )  # fmt: skip

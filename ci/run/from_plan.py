@@ -41,8 +41,10 @@ def run_unit(unit: Unit) -> RunUnit:
 
 
 def only_files(units: Sequence[RunUnit], wanted: Sequence[str], suite: str) -> tuple[RunUnit, ...]:
-    """The units of the wanted files or folders (`path` or `path::node`). `UsageError` for one the suite does not plan."""
-    chosen: list[RunUnit] = []
+    """The units of the wanted files or folders (`path` or `path::node`), each once; several nodes of a file are one unit.
+    `UsageError` for one the suite does not plan."""
+    whole: dict[str, RunUnit] = {}
+    narrowed: dict[str, RunUnit] = {}
     for word in wanted:
         path, separator, node = word.partition("::")
         path = Path(path).as_posix()
@@ -51,10 +53,16 @@ def only_files(units: Sequence[RunUnit], wanted: Sequence[str], suite: str) -> t
             raise UsageError(
                 f"--file {path}: not planned in suite '{suite}'; `miles-ci explain {path}` tells where it runs and why"
             )
-        if separator:
-            found = [replace(found[0], id=path, nodes=(f"{path}::{node}",), deselect=(), gates=())]
-        chosen.extend(unit for unit in found if unit not in chosen)
-    return tuple(chosen)
+        if not separator or found[0].declaration_error is not None:
+            whole.update({unit.id: unit for unit in found})
+            continue
+        if found[0].path != path:
+            raise UsageError(f"--file {word}: a node is named by its file, and {path} is a folder")
+        names = (*(narrowed[path].nodes if path in narrowed else ()), f"{path}::{node}")
+        unique = tuple(dict.fromkeys(names))
+        narrowed[path] = replace(found[0], id=path, nodes=unique, deselect=(), gates=(), narrowed=True)
+    complete = {unit.path for unit in whole.values()}
+    return (*whole.values(), *(unit for path, unit in narrowed.items() if path not in complete))
 
 
 def run_info(plan: Plan, shard: Shard, *, environ: Mapping[str, str] | None = None) -> RunInfo:

@@ -65,12 +65,13 @@ class GateKeeper:
         return GateRecord(verdict.metric, verdict.verdict, verdict.message, verdict.value)
 
     def record_durations(self, tests: Sequence[TestResult]) -> str:
-        """Store how long every attempt took, outside pull requests; returns a note when that failed."""
+        """Store how long every attempt took, outside pull requests; returns a note when that failed. A file of which
+        only some nodes ran tells nothing about itself."""
         if self._open is None or self._info.event in ("", "pull_request", "pull_request_target"):
             return ""
         now = time.time()
         try:
-            self._opened().record_durations([row for test in tests for row in self._rows(test, now)])
+            self._opened().record_durations([row for test in tests if not test.only for row in self._rows(test, now)])
         except StoreError as error:
             return f"durations were not stored: {error}"
         return ""

@@ -90,7 +90,8 @@ class GateRecord:
 class TestResult:
     """One unit with all its attempts. `nodes`: id -> outcome of the last attempt's items, `node_ms` their durations.
     `reruns`: outcomes of repetitions that only tell flaky from broken.
-    `tolerated`: why a bad outcome does not block (declared reason), else empty."""
+    `tolerated`: why a bad outcome does not block (declared reason), else empty.
+    `only`: the nodes to which `--file` narrowed it, so that it says nothing about the whole unit; else empty."""
 
     __test__ = False
 
@@ -106,6 +107,7 @@ class TestResult:
     nodes: Mapping[str, str] = field(default_factory=dict)
     node_ms: Mapping[str, int] = field(default_factory=dict)
     reruns: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     @property
     def blocks(self) -> bool:
@@ -188,7 +190,12 @@ class ShardResults:
             "suite": self.info.suite,
             "shard": self.info.shard,
             "units": {
-                test.unit: {"path": test.path, "outcome": test.outcome, "nodes": dict(test.nodes)}
+                test.unit: {
+                    "path": test.path,
+                    "outcome": test.outcome,
+                    "nodes": dict(test.nodes),
+                    "only": list(test.only),
+                }
                 for test in sorted(self.tests, key=lambda test: test.unit)
                 if test.outcome not in (NOT_RUN, CANCELLED)
             },
@@ -231,7 +238,8 @@ def _test(entry: Mapping[str, Any]) -> TestResult:
         raise ValueError(f"outcome {fields['outcome']!r} is not known")
     fields["attempts"] = tuple(_attempt(attempt) for attempt in fields["attempts"])
     fields["gates"] = tuple(GateRecord(**gate) for gate in fields["gates"])
-    fields["reruns"] = tuple(fields.get("reruns", ()))
+    for name in ("reruns", "only"):
+        fields[name] = tuple(fields.get(name, ()))
     return TestResult(**fields)
 
 

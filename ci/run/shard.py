@@ -174,9 +174,10 @@ def finish(
         gates=tuple(gates),
         nodes={node: item.outcome or "unfinished" for node, item in evidence.items.items()},
         node_ms={node: round(item.seconds * 1000) for node, item in evidence.items.items()},
+        only=unit.only,
     )
 
 
 def not_run(unit: RunUnit, reason: str, *, cancelled: bool) -> results.TestResult:
     final = results.CANCELLED if cancelled else results.NOT_RUN
-    return results.TestResult(unit.id, unit.path, final, unit.num_gpus, round(unit.est_s, 3), reason)
+    return results.TestResult(unit.id, unit.path, final, unit.num_gpus, round(unit.est_s, 3), reason, only=unit.only)

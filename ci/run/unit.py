@@ -21,7 +21,7 @@ class RunUnit:
     `nodes`: run only these node ids (parts 2..m of a split); `deselect`: run everything but these (part 1).
     `timeout_s` is already capped by the suite. `allow_all_skipped` and `unstable` hold the declared reason.
     `declaration_error` makes the unit a failed entry that starts no process. `gates` are gate declarations
-    (see `ci.history.gate.GateSpec`).
+    (see `ci.history.gate.GateSpec`). `narrowed`: the caller asked for `nodes` only, so this is not the planned unit.
     """
 
     id: str
@@ -37,6 +37,7 @@ class RunUnit:
     deselect: tuple[str, ...] = ()
     declaration_error: str | None = None
     gates: tuple[Any, ...] = field(default=(), hash=False)
+    narrowed: bool = False
 
     @property
     def ms(self) -> int:
@@ -45,6 +46,11 @@ class RunUnit:
     @property
     def devices(self) -> int:
         return self.num_gpus
+
+    @property
+    def only(self) -> tuple[str, ...]:
+        """The nodes to which `--file` narrowed it; empty for the whole planned unit."""
+        return self.nodes if self.narrowed else ()
 
     def targets(self) -> list[str]:
         """Arguments that make pytest run this unit and nothing else."""

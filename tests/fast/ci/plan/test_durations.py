@@ -162,12 +162,26 @@ def test_passing_runs_are_read_from_results_and_parts_tell_of_items_only(tmp_pat
     assert [(item.item, item.ms) for item in found] == [(None, 1250), ("tests/fast/test_a.py::test_x", 30)]
     path.write_text(json.dumps(results(unit="tests/fast/test_a.py#1/2")))
     assert [item.item for item in observations_of_results([path])] == ["tests/fast/test_a.py::test_x"]
+    narrowed = results()
+    narrowed["tests"][0]["only"] = ["tests/fast/test_a.py::test_x"]
+    path.write_text(json.dumps(narrowed))
+    assert [item.item for item in observations_of_results([path])] == ["tests/fast/test_a.py::test_x"]
     for outcome in ("failed", "flaky", "timeout"):
         path.write_text(json.dumps(results(outcome)))
         assert list(observations_of_results([path])) == []
     path.write_text('{"schema": 1}')
     with pytest.raises(UsageError, match="no results of schema 1: 'run' is missing"):
         list(observations_of_results([path]))
+
+
+def test_copies_of_one_run_count_once_and_a_second_start_is_another_run(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.json" for name in "abc"]
+    for path, started in zip(paths, (NOW, NOW, NOW + 1), strict=True):
+        data = results()
+        data["run"] |= {"run_id": "7", "run_attempt": 1, "shard": "1/1", "started_at": started}
+        path.write_text(json.dumps(data))
+    found = [item for item in observations_of_results([*paths, paths[0]]) if item.item is None]
+    assert [item.finished_at for item in found] == [NOW, NOW + 1]
 
 
 def test_a_history_store_gives_files_and_their_items() -> None:

@@ -81,6 +81,16 @@ def test_planned_test_without_a_result_is_dark_and_named_with_its_shard():
     assert merged.exit_code() == 5
 
 
+def test_file_of_which_only_some_nodes_ran_is_dark_and_the_nodes_are_named():
+    shards = complete()
+    shards[0].tests[1] = passed("b", only=("tests/fast/test_b.py::test_a",))
+    merged = merge.merge(PLAN, shards)
+    assert (merged.observed, merged.dark) == (2, ("stage-a-cpu: tests/fast/test_b.py (shard 1/2)",))
+    fault = "stage-a-cpu shard 1/2: of tests/fast/test_b.py only tests/fast/test_b.py::test_a was to run (--file)"
+    assert merged.faults == (fault,)
+    assert merged.exit_code() == 5
+
+
 def test_shard_that_delivered_nothing_makes_all_its_tests_dark():
     merged = merge.merge(PLAN, complete()[:1])
     assert len(merged.dark) == 1
@@ -167,8 +177,9 @@ def test_results_survive_writing_and_reading(tmp_path):
         1, "failed", 1.5, "bad", 1, None, "test", "test", "none", {"failed": 1}, (failure,), ("pid 1: x",), ("0:1",)
     )
     test = passed(
-        "a", outcome="failed", attempts=(attempt,), gates=(GateRecord("m", "fail", "x", 1.0),), node_ms={"n": 3}
-    )
+        "a", outcome="failed", attempts=(attempt,), gates=(GateRecord("m", "fail", "x", 1.0),), node_ms={"n": 3},
+        only=("n",),
+    )  # fmt: skip
     shard = shard_of(PLAN, 1, [test])
     shard.write(tmp_path)
     assert results.read_results(tmp_path / "results.json") == shard
@@ -257,6 +268,15 @@ def test_merge_command_without_any_result_is_dark_not_a_usage_error(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     (tmp_path / "r").mkdir()
     assert main(["results", "merge", "--plan", str(tmp_path / "plan.json"), str(tmp_path / "r")]) == 5
+
+
+def test_suite_that_the_plan_does_not_have_is_a_usage_error_with_the_nearest_name(tmp_path, capsys):
+    PLAN.save(tmp_path / "plan.json")
+    (tmp_path / "r").mkdir()
+    words = ["results", "merge", "--plan", str(tmp_path / "plan.json"), str(tmp_path / "r"), "--suite"]
+    assert main([*words, "stage-a-cpuu"]) == 2
+    assert "--suite stage-a-cpuu: not a suite of the plan; did you mean 'stage-a-cpu'?" in capsys.readouterr().err
+    assert main([*words, SUITE]) == 5
 
 
 def test_altered_plan_is_refused_with_exit_code_5(tmp_path):

@@ -40,6 +40,10 @@ def test_file_option_runs_that_file_or_node_only(repository):
     outcome = repository.run("--suite", "stage-a-cpu", "--file", f"{path}::test_good")
     assert (outcome.code, outcome.outcomes()) == (0, {"test_two.py": "passed"})
     assert "===== " in outcome.output
+    assert outcome.tests()["test_two.py"]["only"] == [f"{path}::test_good"]
+    both = repository.run("--suite", "stage-a-cpu", "--file", f"{path}::test_good", "--file", f"{path}::test_bad")
+    (test,) = both.results()["tests"]
+    assert (both.code, len(test["nodes"]), len(test["only"])) == (1, 2, 2)
     repository.file("test_deep.py", "def test_a(): assert True\n", "tests/fast/deep")
     folder = repository.run("--suite", "stage-a-cpu", "--file", "tests/fast/deep/")
     assert (folder.code, folder.outcomes()) == (0, {"test_deep.py": "passed"})

@@ -47,9 +47,20 @@ def test_files_are_narrowed_to_a_node_and_unknown_ones_refused():
     units = [run_unit(unit())]
     assert only_files(units, [PATH, f"./{PATH}"], "s") == tuple(units)
     (one,) = only_files(units, [f"{PATH}::test_a[1]"], "s")
-    assert one.nodes == (f"{PATH}::test_a[1]",)
+    assert one.nodes == one.only == (f"{PATH}::test_a[1]",)
+    assert units[0].only == ()
+    with pytest.raises(UsageError, match="tests/fast is a folder"):
+        only_files(units, ["tests/fast::test_a"], "s")
     with pytest.raises(UsageError, match="not planned in suite 's'"):
         only_files(units, ["tests/fast/test_y.py"], "s")
+
+
+def test_several_nodes_of_a_file_are_one_unit_and_the_whole_file_holds_them():
+    units = [run_unit(unit())]
+    nodes = [f"{PATH}::test_a", f"{PATH}::test_b", f"{PATH}::test_a"]
+    (both,) = only_files(units, nodes, "s")
+    assert both.only == (f"{PATH}::test_a", f"{PATH}::test_b")
+    assert only_files(units, [*nodes, PATH], "s") == only_files(units, [PATH, *nodes], "s") == tuple(units)
 
 
 @pytest.mark.parametrize("text", ["1", "0/2", "3/2", "a/b", "1/2/3", "-1/2", "1/"])

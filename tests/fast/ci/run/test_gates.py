@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -89,6 +90,12 @@ def test_durations_of_every_attempt_are_stored_and_items_where_splitting_may_pay
     assert store.outcomes(test=PATH, suite="s") == [("r.1", "passed")]
     keeper.record_durations([result(f"{PATH}#1/2", 40.0)])
     assert store.passing_durations(hardware="h200", since=0)[("s", f"{PATH}::a")] == [7]
+
+
+def test_file_of_which_only_some_nodes_ran_leaves_no_durations(tmp_path):
+    keeper = GateKeeper(info(event="push"), lambda: SqliteStore(tmp_path / "h.db"), "main")
+    assert keeper.record_durations([dataclasses.replace(result(PATH, 2.0), only=(f"{PATH}::a",))]) == ""
+    assert SqliteStore(tmp_path / "h.db").outcomes(test=PATH, suite="s") == []
 
 
 @pytest.mark.parametrize("event", ["", "pull_request", "pull_request_target"])
