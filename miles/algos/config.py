@@ -52,6 +52,14 @@ class KLConfig(StrictModel):
         return self
 
 
+def _check_lower_bound(option: str, lo: float | None) -> None:
+    if lo is not None and lo > 1.0:
+        raise ValueError(
+            f"{option} is {lo}, so the weight 1 of a sample that is exactly on policy lies outside; set it to 1 or "
+            "lower (default: 1/hi)"
+        )
+
+
 class RejectConfig(StrictModel):
     """Weight 0 where the off-policy weight at `level` leaves [lo, hi]; lo defaults to 1/hi."""
 
@@ -62,6 +70,11 @@ class RejectConfig(StrictModel):
     @property
     def low(self) -> float:
         return 1.0 / self.hi if self.lo is None else self.lo
+
+    @model_validator(mode="after")
+    def _keeps_what_is_on_policy(self) -> RejectConfig:
+        _check_lower_bound("algo.correction.reject.lo", self.lo)
+        return self
 
 
 class CorrectionConfig(StrictModel):
@@ -97,8 +110,7 @@ class CorrectionConfig(StrictModel):
                 raise ValueError(
                     f"algo.correction.{name} has no effect with mode {self.mode}; choose a mode that uses it, or remove it"
                 )
-        if self.low > self.hi:
-            raise ValueError(f"algo.correction: lo {self.low} is above hi {self.hi}")
+        _check_lower_bound("algo.correction.lo", self.lo)
         return self
 
 

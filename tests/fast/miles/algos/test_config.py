@@ -50,6 +50,26 @@ def test_kl_options_without_a_meaning_are_refused(options, message):
         KLConfig(**options)
 
 
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"reject": {"lo": 2.0, "hi": 1.05}},
+        {"reject": {"lo": 1.5, "hi": 2.0}},
+        {"mode": "mask", "lo": 1.5, "hi": 2.0},
+        {"mode": "clip", "lo": 3.0, "hi": 2.0},
+    ],
+)
+def test_bounds_that_reject_what_is_on_policy_are_refused(correction):
+    with pytest.raises(
+        ValidationError, match=r"algo\.correction\.(reject\.)?lo is .* weight 1 .* lies outside; set it to"
+    ):
+        CorrectionConfig(**correction)
+
+
+def test_a_lower_bound_of_one_is_allowed():
+    assert CorrectionConfig(mode="mask", lo=1.0, hi=2.0, reject=RejectConfig(lo=1.0)).low == 1.0
+
+
 def test_defaults_resolve():
     config = AlgoConfig(eps_clip_high=0.28)
     assert (AlgoConfig().clip_high, config.clip_high) == (0.2, 0.28)

@@ -90,7 +90,10 @@ def test_weights_carry_no_gradient():
     [
         ({"bypass": True, "mode": "truncate"}, "every weight is 1; drop mode, reject and veto"),
         ({"bypass": True, "veto": 0.1}, "drop mode, reject and veto"),
-        ({"mode": "mask", "lo": 3.0, "hi": 2.0}, "lo 3.0 is above hi 2.0"),
+        (
+            {"mode": "mask", "lo": 3.0, "hi": 2.0},
+            "algo.correction.lo is 3.0, so the weight 1 of a sample that is exactly on policy lies outside",
+        ),
         ({"hi": 3.0}, "algo.correction.hi has no effect with mode none"),
         ({"level": "sequence", "reject": {}}, "algo.correction.level has no effect with mode none"),
         ({"mode": "truncate", "lo": 0.1}, "algo.correction.lo has no effect with mode truncate"),
