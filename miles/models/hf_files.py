@@ -138,11 +138,25 @@ class HFCheckpoint:
             )
 
 
+def is_shard_name(name: object) -> bool:
+    """A plain name of a safetensors file: an index must not lead to other folders, nor to a folder's other files."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or not name.isprintable():
+        return False
+    return not any(mark in name for mark in "/\\") and len(name.encode()) <= 255
+
+
 def _index(path: Path) -> dict[str, str]:
     try:
-        return json.loads(path.read_text())["weight_map"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        listed = json.loads(path.read_text())["weight_map"]
+        strange = sorted({ascii(name) for name in listed.values() if not is_shard_name(name)})
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: not a safetensors index: {error}") from None
+    if strange:
+        raise ModelError(
+            f"{path}: weight_map names {strange[0]}, which is not the plain name of a *.safetensors file in this folder; "
+            + DAMAGED
+        )
+    return listed
 
 
 def _shards(directory: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from miles.models.hf_files import is_shard_name
 from miles.models.safetensors_header import DAMAGED, Header, read_header
 from miles.quant.errors import ConversionError
 
@@ -38,6 +39,12 @@ def shard_names(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ConversionError(f"{index}: has no weight_map from tensor names to files; {DAMAGED}")
+    # A conversion writes shards of these names: one that leads elsewhere would overwrite the source.
+    if strange := sorted(shard for shard in set(weight_map.values()) if not is_shard_name(shard)):
+        raise ConversionError(
+            f"{index}: weight_map names {ascii(strange[0])}, which is not the plain name of a *.safetensors file in this "
+            f"folder; {DAMAGED}"
+        )
     return sorted(set(weight_map.values())), weight_map
 
 

@@ -138,6 +138,18 @@ def test_missing_shard_and_lying_index_are_named(model_dir):
         HFCheckpoint(model_dir)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["../other/model.safetensors", "/etc/model.safetensors", "..", "sub/model.safetensors", "config.json", "a\0b", 5],
+)
+def test_an_index_that_leads_out_of_its_folder_is_refused(name, model_dir):
+    index_path = model_dir / "model.safetensors.index.json"
+    index_path.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(ModelError, match=r"index\.json: weight_map names .*, which is not the plain name") as error:
+        HFCheckpoint(model_dir)
+    assert ascii(name) in str(error.value)
+
+
 def test_slices_are_read_along_both_axes(model_dir):
     checkpoint = HFCheckpoint(model_dir)
     whole = checkpoint.read("model.layers.0.mlp.down_proj.weight")

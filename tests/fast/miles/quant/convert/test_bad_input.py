@@ -121,6 +121,23 @@ def test_a_damaged_source_is_named_and_nothing_is_written(command: str, damage: 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "where", ["absolute", "../source/model.safetensors", "config.json", "journal.jsonl", "\ud800.safetensors"]
+)
+def test_an_index_that_leads_out_of_the_source_is_refused(command: str, where: str, miles, tmp_path: Path) -> None:
+    source = good_source(command, tmp_path / "source")
+    before = (source / "model.safetensors").read_bytes()
+    shard = str(source / "model.safetensors") if where == "absolute" else where
+    index = {"weight_map": dict.fromkeys(load_file(source / "model.safetensors"), shard)}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, error = miles(command, source, tmp_path / "out")
+    assert code == 2, error
+    assert f"index.json: weight_map names {ascii(shard)}, which is not the plain name" in error
+    assert (source / "model.safetensors").read_bytes() == before
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_sources_and_targets_of_the_wrong_kind_are_refused(command: str, miles, tmp_path: Path) -> None:
     source, target = good_source(command, tmp_path / "source"), tmp_path / "out"
     code, error = miles(command, tmp_path / "nowhere", target)
