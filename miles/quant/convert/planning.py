@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from miles.quant.convert.run import Item
 from miles.quant.convert.shards import Source
 from miles.quant.errors import ConversionError
-from miles.quant.scope import Ignore, Scope, decoder_layer_count, edge_layers_ignore
+from miles.quant.scope import Ignore, Scope, decoder_layer_count, edge_layers_ignore, is_routed_expert_weight
 
 LISTED = 100
+_EXPERTS = re.compile(r"((?:.*?\.)?experts)\.")
 
 
 def producer(kind: str) -> dict[str, str]:
@@ -63,18 +65,25 @@ def scope_of(source: Source, ignore: Sequence[str], first: int, last: int) -> Sc
 
 
 def compact_excludes(kept: Iterable[str], quantised: Iterable[str]) -> list[str]:
-    """Shortest prefixes (ending in a dot) that cover every kept tensor and no quantised one.
+    """Modules with a kept tensor and no quantised one, by their full names; experts that are all kept are one module.
 
-    >>> compact_excludes(["a.attn.q.weight", "a.attn.k.weight", "a.norm.weight"], ["a.mlp.experts.0.up_proj.weight"])
-    ['a.attn.', 'a.norm.']
+    The form that every reader takes (decision 0405): some compare whole names, others prefixes that end at a dot.
+
+    >>> compact_excludes(["a.attn.q.weight", "a.norm.weight", "b.experts.0.w1.weight"], ["a.experts.0.w1.weight"])
+    ['a.attn.q', 'a.norm', 'b.experts']
     """
     inside: set[str] = set()
     for name in quantised:
         parts = name.split(".")
-        inside.update(".".join(parts[:i]) + "." for i in range(1, len(parts)))
-    prefixes = set()
+        inside.update(".".join(parts[:i]) for i in range(1, len(parts) + 1))
+    modules = set()
     for name in kept:
-        parts = name.split(".")
-        prefix = next((p for i in range(1, len(parts)) if (p := ".".join(parts[:i]) + ".") not in inside), None)
-        prefixes.add(prefix or name)
-    return sorted(prefixes)
+        # A packed tensor of all experts is its own module: what stands beside it may be quantised.
+        packed = is_routed_expert_weight(name) and not name.endswith(".weight")
+        module = name if packed else name.rpartition(".")[0] or name
+        container = _EXPERTS.match(name)
+        if container and container[1] not in inside:
+            modules.add(container[1])
+        elif module not in inside:
+            modules.add(module)
+    return sorted(modules)

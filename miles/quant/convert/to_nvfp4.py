@@ -96,11 +96,15 @@ def _bf16_item(source: Source, d: Decoded) -> Item:
 
 
 def nvfp4_quantization_config(config: NVFP4QDQConfig, excluded: Sequence[str]) -> dict:
-    """`quantization_config` of config.json, in the form that inference engines read."""
+    """`quantization_config` of config.json, in the form that inference engines read.
+
+    They take the excluded modules from `ignore` here, and from `exclude_modules` in ModelOpt's own file.
+    """
     return {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
         "group_size": nvfp4.BLOCK,
+        "ignore": list(excluded),
         "exclude_modules": list(excluded),
         "four_over_six": config.use_4over6,
     }
