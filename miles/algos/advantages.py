@@ -1,4 +1,4 @@
-"""Advantage estimators: pure functions from rewards (and values, KL) to float32 advantages.
+"""Advantage estimators: pure functions from rewards (and values, KL) to advantages.
 
 Numpy on flat arrays, so that the process that collects samples needs no torch; statistics are taken in
 float64, two passes (never E[x^2] - E[x]^2). Masked tokens are not steps: no discount crosses them. No input is
@@ -130,8 +130,11 @@ def gae(
 
 
 def reinforce_pp(rewards: np.ndarray, mask: np.ndarray, lengths: np.ndarray, *, gamma: float) -> np.ndarray:
-    """G_t = r_t + gamma·G_next of token rewards [n] -> float32 [n], not yet whitened (Hu 2025)."""
-    return discounted_sums(rewards, mask, lengths, gamma).astype(np.float32)
+    """G_t = r_t + gamma·G_next of token rewards [n] -> float64 [n], not yet whitened (Hu 2025).
+
+    Nothing is centred yet: in fp32, rewards that differ little beside their size would all be one number.
+    """
+    return discounted_sums(rewards, mask, lengths, gamma)
 
 
 def reinforce_pp_baseline(

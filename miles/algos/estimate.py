@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -47,10 +48,12 @@ def count_for(samples: Sequence[Sample], config: AlgoConfig) -> Counted:
 
 
 def estimate_advantages(samples: Sequence[Sample], counted: Counted, config: AlgoConfig) -> Advantages:
-    """Advantages that `config.advantage` names, one array per sample. `ValueError` names a missing field."""
+    """Advantages that `config.advantage` names, one array per sample. `ValueError` names the sample that lacks a field
+    or whose reward is not finite."""
     lengths = np.array([s.response_length for s in samples], dtype=np.int64)
     if config.loss == "sft":
         return Advantages(_split(np.zeros(int(lengths.sum()), dtype=np.float32), lengths))
+    _check_rewards(samples)
     if config.advantage in ("grpo", "rloo"):
         arguments = (counted.rewards, counted.group_index, counted.in_baseline)
         per_rollout = (
@@ -166,6 +169,16 @@ def gather_scores(batch: TrainBatch, scores: Sequence[Sequence[np.ndarray]], cou
     if missing:
         raise ValueError(f"{len(missing)} samples were not scored, first {missing[0]}")
     return [values for values in out if values is not None]
+
+
+def _check_rewards(samples: Sequence[Sample]) -> None:
+    # A comparison with NaN is false, so a whole group would pass for one of equal rewards.
+    for sample in samples:
+        if sample.reward is not None and not math.isfinite(sample.reward):
+            raise ValueError(
+                f"sample {sample.sample_id!r} has reward {sample.reward}; rewards must be finite: mend the reward, or "
+                "mark the sample env_error"
+            )
 
 
 def _split(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

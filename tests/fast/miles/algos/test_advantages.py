@@ -69,6 +69,18 @@ def test_whitening_of_equal_large_values_stays_near_zero():
         assert float(out.abs().max()) <= 1e-4
 
 
+def test_reinforce_pp_tells_large_rewards_apart_that_differ_little(make_samples):
+    samples = make_samples(1000, group_size=1, longest=1)
+    for number, sample in enumerate(samples):
+        sample.loss_mask = np.ones_like(sample.loss_mask)
+        sample.reward = 1e6 + (1e-3 if number % 2 else -1e-3)
+    config = AlgoConfig(advantage="reinforce_pp")
+    out = np.concatenate(estimate_advantages(samples, count_for(samples, config), config).advantages)
+    assert out.dtype == np.float32
+    # 1e-8 beside a variance of 1e-6.
+    np.testing.assert_allclose(out, np.where(np.arange(1000) % 2, 1.0, -1.0) / np.sqrt(1.01), rtol=2e-3)
+
+
 def test_whitening_of_nothing_or_one_value_is_zero():
     assert adv.whiten(torch.tensor([3.0, 4.0]), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
     assert adv.whiten(torch.tensor([3.0, 4.0]), torch.tensor([1, 0])).tolist() == [0.0, 0.0]
@@ -192,6 +204,15 @@ def test_siblings_share_one_advantage_and_count_once(make_samples):
     assert out[0][0] == pytest.approx(expected[0], rel=1e-5)
     assert out[1][0] == pytest.approx(expected[0], rel=1e-5)
     assert out[3][0] == pytest.approx(expected[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("advantage", ESTIMATORS)
+def test_a_reward_that_is_not_finite_names_its_sample(make_samples, advantage, reward):
+    samples = make_samples(6)
+    samples[4].reward = float(reward)
+    with pytest.raises(ValueError, match=rf"sample 's4' has reward {reward}; rewards must be finite"):
+        prepare_steps(samples, configured(advantage), ScheduleConfig())
 
 
 @pytest.mark.parametrize(("field", "advantage"), [("values", "gae"), ("ref_log_probs", "reinforce_pp")])
