@@ -65,8 +65,8 @@ def test_quantisation_changes_the_forward_pass(ranks, toolbox, moe_dir):
 def test_rounding_adds_no_gap_between_trainer_and_engine(ranks, toolbox, moe_dir, tmp_path):
     """Log-probs of the fake-quantised trainer and of a plain trainer with the engine's decoded weights: equal bits.
 
-    What remains between trainer and engine is two implementations' order of fp32 sums (decision 0403). An engine that
-    chooses by another error is far off.
+    Trainer and engine have one arithmetic (decision 0403), so nothing else remains. An engine that chooses by another
+    error is far off.
     """
 
     def scores(backend, hook, batch):
