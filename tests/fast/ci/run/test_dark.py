@@ -177,3 +177,154 @@ def test_checks_in_their_usual_forms_count():
 
 def test_parts_of_a_split_file_count_as_alive():
     assert find("def test_a(): assert 1\ndef test_b(): assert 1", "test_a", "test_b") == []
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        "import unittest\nclass TestA(unittest.TestCase):",
+        "import unittest as u\nclass A(u.TestCase):",
+        "from unittest import TestCase as Case\nclass A(Case):",
+        "import unittest\nBase = unittest.TestCase\nclass TestA(Base):",
+        "import unittest\nclass Common(unittest.TestCase): pass\nclass A(Common):",
+        "import unittest\nfrom x import Mixin\nclass A(Mixin, unittest.TestCase):",
+    ],
+)
+@pytest.mark.parametrize("decorator", ["", "@pytest.mark.asyncio\n    ", "@mock.patch('os.getcwd')\n    "])
+def test_a_coroutine_in_a_plain_test_case_is_collected_and_never_awaited(base, decorator):
+    name = "TestA" if "class TestA" in base else "A"
+    source = f"{base}\n    {decorator}async def test_co(self): assert 1 == 2\n    def test_b(self): assert 1\n"
+    (found,) = find(source, f"{name}::test_co", f"{name}::test_b")
+    assert found.startswith(f"{name}::test_co: a coroutine that unittest never awaits")
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        "import unittest\nclass TestA(unittest.IsolatedAsyncioTestCase):",
+        "from unittest import IsolatedAsyncioTestCase as Case, TestCase\nclass TestA(Case, TestCase):",
+        "from django.test import TestCase\nclass TestA(TestCase):",
+        "from x import AsyncMixin\nimport unittest\nclass TestA(AsyncMixin, unittest.TestCase):",
+        "import unittest\nclass C(unittest.TestCase):\n    def run(self, r): go(self, r)\nclass TestA(C):",
+        "class TestA:",
+    ],
+)
+def test_a_coroutine_that_something_may_await_is_left_in_peace(base):
+    assert find(f"{base}\n    async def test_co(self): assert 1\n", "TestA::test_co") == []
+
+
+def test_a_decorator_that_may_run_or_skip_a_coroutine_is_believed():
+    for decorator in ("gen_test", "async_to_sync", "unittest.skip('x')", "pytest.mark.skipif(True, reason='x')"):
+        source = (
+            f"import unittest\nclass A(unittest.TestCase):\n    @{decorator}\n    async def test_co(self): assert 1\n"
+        )
+        assert find(source, "A::test_co") == [], decorator
+
+
+def test_a_generator_in_a_test_case_never_runs():
+    for kind in ("TestCase", "IsolatedAsyncioTestCase"):
+        source = f"import unittest\nclass A(unittest.{kind}):\n    def test_a(self):\n        yield\n        assert 0\n"
+        (found,) = find(source, "A::test_a")
+        assert "a generator" in found
+    inner = "import unittest\nclass A(unittest.TestCase):\n    def test_a(self):\n        def g(): yield 1\n        assert g\n"
+    assert find(inner, "A::test_a") == []
+
+
+def test_an_inherited_coroutine_is_dark_in_the_class_that_does_not_await():
+    source = """
+        import unittest
+        class Shared:
+            async def test_co(self): assert 1
+        class TestA(Shared, unittest.IsolatedAsyncioTestCase): pass
+        class TestB(Shared, unittest.TestCase): pass
+    """
+    (found,) = find(source, "TestA::test_co", "TestB::test_co")
+    assert found.startswith("Shared::test_co: a coroutine")
+
+
+@pytest.mark.parametrize("name", ["AddTests", "SumTest", "testSum", "sum_tests", "Addition"])
+def test_a_class_of_a_name_that_pytest_does_not_look_at_is_dark(name):
+    source = f"def test_alive(): assert 1\nclass {name}:\n    def test_sum(self): assert 0\n"
+    (found,) = find(source, "test_alive")
+    assert found.startswith(f"{name}::test_sum: not collected by pytest, which looks at classes named Test*")
+
+
+def test_a_class_that_python_classes_makes_pytest_collect_is_alive():
+    source = (
+        "class AddTests:\n    def test_sum(self): assert 1\n    class MoreTests:\n        def test_b(self): assert 1\n"
+    )
+    assert find(source, "AddTests::test_sum", "AddTests::MoreTests::test_b") == []
+    (found,) = find(source, "AddTests::test_sum")
+    assert found.startswith("AddTests::MoreTests::test_b")
+
+
+def test_a_class_that_serves_the_tests_is_none_of_them():
+    source = """
+        class FakeServer:
+            def test_connection(self): return True
+        class Shared:
+            def test_b(self): assert 1
+        class TestOne(Shared): pass
+        def test_a(): assert FakeServer().test_connection()
+    """
+    assert find(source, "test_a", "TestOne::test_b") == []
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "if True:\n    pass\nelse:\n    {}",
+        "if True:\n    pass\nelif True:\n    {}",
+        "if __name__ == '__main__':\n    pass\nelse:\n    {}",
+        "try:\n    pass\nexcept ImportError:\n    {}",
+        "try:\n    raise ValueError\nexcept ValueError:\n    pass\nelse:\n    {}",
+        "try:\n    pass\nexcept* ImportError:\n    {}",
+        "try:\n    pass\nfinally:\n    {}",
+        "match 1:\n    case 2:\n        {}",
+        "for x in ():\n    {}",
+        "for x in (1,):\n    break\nelse:\n    {}",
+        "while False:\n    {}",
+        "with x:\n    if y:\n        {}",
+    ],
+)
+def test_a_test_in_a_branch_that_did_not_run_is_dark_and_one_that_did_is_not(block):
+    method = "class TestX:\n" + " " * 12 + "def test_y(self): assert 0"
+    for test, node in (("def test_x(): assert 0", "test_x"), (method, "TestX::test_y")):
+        source = f"def test_alive(): assert 1\n{block.format(test)}\n"
+        (dead,) = find(source, "test_alive")
+        assert dead.startswith(f"{node}: not collected by pytest: its branch did not run")
+        assert find(source, "test_alive", node) == []
+
+
+def test_a_test_in_a_branch_of_a_class_is_seen():
+    source = (
+        "class TestX:\n    if y:\n        def test_a(self): assert 1\n    else:\n        def test_b(self): assert 1\n"
+    )
+    (found,) = find(source, "TestX::test_a")
+    assert found.startswith("TestX::test_b")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if x:\n    def test_a(): assert 1\nelse:\n    def test_a(): assert 1",
+        "if x:\n    def test_a(): assert 1\nelif y:\n    def test_a(): assert 1",
+        "try:\n    def test_a(): assert 1\nexcept E:\n    def test_a(): assert 1",
+        "match x:\n    case 1:\n        def test_a(): assert 1\n    case _:\n        def test_a(): assert 1",
+    ],
+)
+def test_one_name_in_two_branches_is_one_test(source):
+    assert find(source, "test_a") == []
+    twice = source.replace("def test_a(): assert 1", "class TestA: \n            def test_a(self): assert 1")
+    assert find(twice, "TestA::test_a") == []
+
+
+def test_a_class_defined_twice_hides_the_first():
+    source = """
+        class TestA:
+            def test_a(self): assert 0
+        class TestA:
+            def test_a(self): assert 1
+    """
+    (found,) = find(source, "TestA::test_a")
+    assert found.startswith("TestA: defined again below")
