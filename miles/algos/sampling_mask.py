@@ -41,6 +41,7 @@ def support_log_probs(
 ) -> SupportScores:
     """Scores on the CSR support. logits [n, V/tp]; targets int64 [n]; ids int64 [E]; offsets int64 [n+1].
 
+    As in the dense form, a target outside its support has log-prob -inf and ids of padding columns do not count.
     Deterministic: rows are reduced in order, and the backward writes each unique (row, id) once.
     """
     check_temperature(temperature)
@@ -50,7 +51,7 @@ def support_log_probs(
         raise ValueError(f"support: {len(offsets) - 1} rows for {n} logit rows; pass the masks of these tokens")
     counts = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(n, device=logits.device), counts, output_size=len(ids))
-    log_probs, lse = _Support.apply(logits, targets, ids, rows, offsets, group, temperature)
+    log_probs, lse = _Support.apply(logits, targets, ids, rows, offsets, vocab_size, group, temperature)
     refuse_outside()
     return SupportScores(log_probs, lse)
 
@@ -64,12 +65,13 @@ class _Support(torch.autograd.Function):
         ids: torch.Tensor,
         rows: torch.Tensor,
         offsets: torch.Tensor,
+        vocab_size: int,
         group: dist.ProcessGroup | None,
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n, width = logits.shape
         start = group_rank(group) * width
-        local = (ids >= start) & (ids < start + width)
+        local = (ids >= start) & (ids < min(start + width, vocab_size))
         columns = torch.where(local, ids - start, 0)
         z = logits[rows, columns].float() / temperature
         z = torch.where(local, z, -torch.inf)
@@ -84,19 +86,20 @@ class _Support(torch.autograd.Function):
             )
             ctx.mark_non_differentiable(empty)
             return empty.clone(), empty
-        maximum = torch.segment_reduce(z, "max", offsets=offsets)
-        if group_size(group) > 1:
-            maximum = all_reduce(maximum, group=group, name="support maxima", op=dist.ReduceOp.MAX)
-        # Ids of other shards are -inf here: exp gives 0, never -inf - -inf, since some shard has a finite maximum.
         chosen = local & (ids == targets[rows])
-        sums = torch.stack(
+        # The target's logit is a maximum too: of one value, and -inf where its support does not hold it.
+        maxima = torch.stack(
             [
-                torch.segment_reduce((z - maximum[rows]).exp(), "sum", offsets=offsets),
-                torch.segment_reduce(torch.where(chosen, z, 0.0), "sum", offsets=offsets),
+                torch.segment_reduce(z, "max", offsets=offsets),
+                torch.segment_reduce(torch.where(chosen, z, -torch.inf), "max", offsets=offsets),
             ]
         )
-        sums = all_reduce(sums, group=group, name="support sums")
-        lse = maximum + sums[0].log()
+        if group_size(group) > 1:
+            maxima = all_reduce(maxima, group=group, name="support maxima", op=dist.ReduceOp.MAX)
+        maximum, target = maxima
+        # Ids of other shards are -inf here: exp gives 0, never -inf - -inf, since some shard has a finite maximum.
+        sums = torch.segment_reduce((z - maximum[rows]).exp(), "sum", offsets=offsets)
+        lse = maximum + all_reduce(sums, group=group, name="support sums").log()
         # p_S of every local id: all that the backward needs besides which of them was sampled.
         p = (z - lse[rows]).exp()
         ctx.save_for_backward(columns, rows, p, local, chosen)
@@ -107,7 +110,7 @@ class _Support(torch.autograd.Function):
             group_size(group) > 1,
         )
         ctx.mark_non_differentiable(lse)
-        return sums[1] - lse, lse
+        return target - lse, lse
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
@@ -118,7 +121,7 @@ class _Support(torch.autograd.Function):
             rows, columns, values = rows[local], columns[local], values[local]
         # (row, id) pairs are unique, so no two writes meet.
         grad[rows, columns] = values.to(ctx.dtype)
-        return grad, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None
 
 
 def dense_mask(

@@ -140,6 +140,41 @@ def test_masks_of_other_tokens_are_refused():
         support_log_probs(logits, targets, ids[: offsets[9]], offsets[:10], vocab_size=VOCAB)
 
 
+def outsiders():
+    """Row 0 draws what its support lacks; row 1 holds an id of a padding column, which would be the likeliest."""
+    logits = torch.randn(3, VOCAB + 4, generator=torch.Generator().manual_seed(2))
+    logits[1, VOCAB + 1] = 9.0
+    ids, offsets = torch.tensor([3, 7, 5, 6, VOCAB + 1, 2, 9]), torch.tensor([0, 2, 5, 7])
+    return logits, torch.tensor([8, 6, 9]), ids, offsets
+
+
+def test_a_target_outside_its_support_and_a_padding_id_score_as_in_the_dense_form():
+    logits, targets, ids, offsets = outsiders()
+    logits.requires_grad_(True)
+    sparse = support_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB)
+    dense = support_log_probs_dense(logits, targets, ids, offsets, vocab_size=VOCAB)
+    assert sparse.log_probs[0] == dense[0] == -torch.inf
+    torch.testing.assert_close(sparse.log_probs, dense, rtol=1e-6, atol=1e-6)
+    assert torch.isfinite(sparse.lse).all()
+    grads = [torch.autograd.grad(out[1:].sum(), logits)[0] for out in (sparse.log_probs, dense)]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+def test_a_target_outside_its_support_has_no_shard(gloo_ranks):
+    logits, targets, ids, offsets = outsiders()
+    expected = support_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB).log_probs
+    width = logits.shape[1] // 2
+
+    def work(rank: int):
+        import torch.distributed as dist
+
+        shard = logits[:, rank * width : (rank + 1) * width].contiguous()
+        return support_log_probs(shard, targets, ids, offsets, vocab_size=VOCAB, group=dist.group.WORLD).log_probs
+
+    for found in gloo_ranks(2, work):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_no_rows_are_fine():
     logits = torch.zeros(0, VOCAB, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.int64)
