@@ -24,6 +24,7 @@ class Console:
         self._actions = actions
         self._quiet = quiet
         self._lock = threading.Lock()
+        self._line_open = False
 
     def line(self, text: str) -> None:
         with self._lock:
@@ -52,8 +53,11 @@ class Console:
         return token
 
     def _close(self, token: str) -> None:
+        # A process that was killed leaves half a line, and what follows must not be glued to it.
+        if self._line_open:
+            self._write("\n")
         if token:
-            self._write(f"\n::{token}::\n::endgroup::\n")
+            self._write(f"::{token}::\n::endgroup::\n")
 
     def _copy(self, log: Path, offset: int) -> int:
         try:
@@ -66,6 +70,7 @@ class Console:
             return offset
 
     def _write(self, text: str) -> None:
+        self._line_open = not text.endswith("\n") if text else self._line_open
         try:
             self._stream.write(text)
             self._stream.flush()

@@ -6,12 +6,13 @@ No accelerator is visible to the tests. One lease gives the whole shard its port
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ci.run import pytest_process, results
 from ci.run.devices import with_visibility
+from ci.run.evidence import Item
 from ci.run.gates import GateKeeper
-from ci.run.outcome import AGAIN, ALONE, Judgement, ProcessEvidence, odd_exit, second_chance
+from ci.run.outcome import AGAIN, ALONE, Judgement, ProcessEvidence, odd_exit, second_chance, seen_failing
 from ci.run.shard import ShardRun, attempt_record, finish, not_run
 from ci.run.slots import Lease, LeaseManager, Request, lease_environment
 from ci.run.unit import MIN_TIMEOUT_S, TIMEOUT_FACTOR, RunUnit, start_order
@@ -44,6 +45,7 @@ class _CpuForm:
     def __init__(self, shard: ShardRun, keeper: GateKeeper, lease: Lease) -> None:
         self._shard, self._keeper, self._lease = shard, keeper, lease
         self._again: list[tuple[RunUnit, list[results.Attempt]]] = []
+        self._seen_failing: dict[RunUnit, list[Item]] = {}
 
     def first_attempt(self, units: Sequence[RunUnit], *, shared: bool, turn: int = 1) -> None:
         """`turn`: number of the shared process. One that hangs or dies does not take the innocent with it."""
@@ -53,16 +55,19 @@ class _CpuForm:
             return
         name = f"{self._shard.job.info.suite}-together" if shared else units[0].id
         process, files = self._process(units, name if turn == 1 else f"{name}-{turn}", 1, shared=shared)
-        again, alone = self._second_chances(units, process) if shared else ([], [])
-        judged = [(unit, self._shard.judge(unit, process)) for unit in units if unit not in (*again, *alone)]
+        known = {unit: process.with_failures(unit.path, self._seen_failing.pop(unit, [])) for unit in units}
+        again, alone = self._second_chances(known) if shared else ([], [])
+        waiting = {*again, *alone}
+        judged = [(unit, self._shard.judge(unit, known[unit])) for unit in units if unit not in waiting]
         for _ in filter(lambda pair: pair[1].bad, judged):
             self._shard.count_failure()
         for unit, judgement in judged:
-            attempts = [attempt_record(1, judgement, process, unit, log=files.log.name, shared=len(units) > 1)]
+            attempts = [attempt_record(1, judgement, known[unit], unit, log=files.log.name, shared=len(units) > 1)]
             if judgement.bad and self._shard.retry_allowed(judgement, 1):
                 self._again.append((unit, attempts))
             else:
-                self._finish(unit, judgement, attempts, process, files)
+                self._finish(unit, judgement, attempts, known[unit], files)
+        self._seen_failing.update({unit: seen_failing(unit, known[unit]) for unit in waiting})
         if shared:
             self._note_shared(process, len(again) + len(alone))
         for unit in alone:
@@ -70,14 +75,12 @@ class _CpuForm:
         if again:
             self.first_attempt(again, shared=True, turn=turn + 1)
 
-    def _second_chances(
-        self, units: Sequence[RunUnit], process: ProcessEvidence
-    ) -> tuple[list[RunUnit], list[RunUnit]]:
+    def _second_chances(self, known: Mapping[RunUnit, ProcessEvidence]) -> tuple[list[RunUnit], list[RunUnit]]:
         """Files for another shared process and for one of their own: when somebody is to blame and time is left."""
-        chances = {unit: second_chance(unit, process) for unit in units}
-        again = [unit for unit in units if chances[unit] == AGAIN]
-        alone = [unit for unit in units if chances[unit] == ALONE]
-        if len(again) == len(units) or self._shard.left_s() <= 2 * RESERVE_S or self._shard.cancel.is_set():
+        chances = {unit: second_chance(unit, process) for unit, process in known.items()}
+        again = [unit for unit in known if chances[unit] == AGAIN]
+        alone = [unit for unit in known if chances[unit] == ALONE]
+        if len(again) == len(known) or self._shard.left_s() <= 2 * RESERVE_S or self._shard.cancel.is_set():
             return [], []
         return again, alone
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ci.run import results
 from ci.run.dark import DarkTest
-from ci.run.evidence import CRASH, Failure, FileEvidence, JUnitCounts, Observed, disagreement, disagreement_about
+from ci.run.evidence import CRASH, Failure, FileEvidence, Item, JUnitCounts, Observed, disagreement, disagreement_about
 from ci.run.retry import PLAIN_TEST, Classification, Evidence, RetryRow, classify, last_lines
 from ci.run.supervise import Ended
 from ci.run.unit import RunUnit
@@ -48,6 +48,20 @@ class ProcessEvidence:
     def stopped(self) -> bool:
         """pytest itself ended the session early (`-x`, `--maxfail`), with everything written."""
         return self.died and self.ended.exit_code == INTERRUPTED and self.observed.ended is not None
+
+    def with_failures(self, path: str, earlier: Sequence[Item]) -> ProcessEvidence:
+        """The same with tests of the file that failed in an earlier turn: a failure that was seen stands, whatever
+        this turn says; but a test that hangs now goes on being one that hangs."""
+        if not earlier:
+            return self
+        known = self.observed.files.get(path, FileEvidence())
+        items = dict(known.items)
+        for item in earlier:
+            now = items.get(item.node)
+            hangs = now is not None and now.started and now.outcome is None
+            items[item.node] = replace(now, failures=item.failures) if now is not None and hangs else item
+        files = {**self.observed.files, path: replace(known, items=items)}
+        return replace(self, observed=replace(self.observed, files=files))
 
     @property
     def exit_number(self) -> int | None:
@@ -113,12 +127,15 @@ def _of_file(unit: RunUnit, evidence: FileEvidence, process: ProcessEvidence, da
     complete = _complete(evidence)
     if not complete and ended.reason == "cancelled":
         return Judgement(results.CANCELLED, "the run was cancelled")
-    if not complete and ended.reason == "timeout":
+    to_blame = len(process.observed.files) <= 1 or bool(_last_place(unit, process.observed))
+    if not complete and ended.reason == "timeout" and (to_blame or not failures):
         return _timed_out(evidence, unfinished, ended)
-    if counts["error"]:
-        return Judgement(results.ERROR, _first(failures))
-    if counts["failed"]:
-        return Judgement(results.FAILED, _first(failures))
+    if failures:
+        broken = _breakdown(unit, process) if to_blame else None
+        if broken is not None:
+            return Judgement(results.ERROR, f"{broken}; before that {_first(failures)}")
+        more = f"; {len(unfinished)} test(s) never had their turn, next was {unfinished[0]}" if unfinished else ""
+        return Judgement(results.ERROR if counts["error"] else results.FAILED, f"{_first(failures)}{more}")
     if ended.reason == "exited":
         wrong = _process_error(unit, process)
         if wrong is not None:
@@ -139,11 +156,20 @@ def _of_file(unit: RunUnit, evidence: FileEvidence, process: ProcessEvidence, da
 
 def _timed_out(evidence: FileEvidence, unfinished: Sequence[str], ended: Ended) -> Judgement:
     running = [node for node in unfinished if evidence.items[node].started]
+    failures = evidence.failures()
+    before = f"; before that {_first(failures)}" if failures else ""
     if not evidence.items:
         return Judgement(results.TIMEOUT, f"no test was collected within {ended.wall_s:.0f} s")
     if running:
-        return Judgement(results.TIMEOUT, f"still running after {ended.wall_s:.0f} s: {running[0]}")
-    return Judgement(results.TIMEOUT, f"not finished after {ended.wall_s:.0f} s, next was {unfinished[0]}")
+        return Judgement(results.TIMEOUT, f"still running after {ended.wall_s:.0f} s: {running[0]}{before}")
+    return Judgement(results.TIMEOUT, f"not finished after {ended.wall_s:.0f} s, next was {unfinished[0]}{before}")
+
+
+def _breakdown(unit: RunUnit, process: ProcessEvidence) -> str | None:
+    """How the process ended before pytest had come to its end; None when pytest ended by itself."""
+    if process.ended.reason != "exited" or process.observed.ended is not None:
+        return None
+    return _process_error(unit, process)
 
 
 def _process_error(unit: RunUnit, process: ProcessEvidence) -> str | None:
@@ -180,18 +206,30 @@ def second_chance(unit: RunUnit, process: ProcessEvidence) -> str | None:
     Out of time: whoever was running hangs; files that were only waiting have another turn. Died: several may have been
     running and only a process of its own tells which one kills; what was complete has no second witness (JUnit).
     Only an xdist worker died: the test it was running is guilty, what was complete stays, the rest has another turn.
+    A failure of its own does not cost the file that turn; the failure stands (`seen_failing`).
     """
     observed, late = process.observed, process.ended.reason == "timeout"
     evidence = observed.files.get(unit.path, FileEvidence())
     if not (process.died or late or observed.dead_workers) or process.ended.reason in ("cancelled", "lost"):
         return None
-    if evidence.failures():
-        return ALONE if _blamed_unstarted(evidence) and not late else None
+    failures = evidence.failures()
+    if failures and _blamed_unstarted(evidence):
+        return ALONE
+    if failures and (process.stopped or _complete(evidence) or any(failure.kind == CRASH for failure in failures)):
+        return None
     if unit.path in observed.importing.values():
         return None if late else ALONE
     if any(item.started and item.outcome is None for item in evidence.items.values()):
         return None if late else ALONE
     return AGAIN if process.died or not _complete(evidence) else None
+
+
+def seen_failing(unit: RunUnit, process: ProcessEvidence) -> list[Item]:
+    """Tests of the file whose failure stands when it has another turn; a guess of xdist does not."""
+    evidence = process.observed.files.get(unit.path, FileEvidence())
+    if _blamed_unstarted(evidence):
+        return []
+    return [item for item in evidence.items.values() if item.failures]
 
 
 def _blamed_unstarted(evidence: FileEvidence) -> bool:

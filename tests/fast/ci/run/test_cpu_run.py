@@ -129,6 +129,56 @@ def test_file_that_kills_the_shared_process_does_not_take_the_others_with_it(rep
     assert any("process died; 13 file(s) ran again" in note for note in outcome.results()["notes"])
 
 
+def test_failure_in_a_process_that_another_file_kills_stands_and_the_rest_of_its_file_runs(repository):
+    repository.file("test_a_fails_once.py", """
+        import pathlib, pytest, time
+        def test_once():
+            mark = pathlib.Path(__file__).with_suffix(".tried")
+            tried, _ = mark.exists(), mark.write_text("")
+            assert tried
+        @pytest.mark.parametrize("number", range(20))
+        def test_slow(number):
+            time.sleep(0.3)
+            assert True
+    """)  # fmt: skip
+    repository.file("test_b_kills.py", """
+        import os, pathlib, signal, time
+        def test_a():
+            while not pathlib.Path(__file__).with_name("test_a_fails_once.tried").exists():
+                time.sleep(0.1)
+            time.sleep(1)
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                os.kill(os.getppid(), signal.SIGSEGV)
+            os.kill(os.getpid(), signal.SIGSEGV)
+            time.sleep(60)
+            assert True
+    """)  # fmt: skip
+    outcome = repository.run("--suite", "stage-a-cpu")
+    tests = outcome.tests()
+    assert outcome.outcomes() == {"test_a_fails_once.py": "failed", "test_b_kills.py": "error"}
+    assert "::test_once: AssertionError" in tests["test_a_fails_once.py"]["message"]
+    assert sorted(tests["test_a_fails_once.py"]["nodes"].values()) == ["failed", *["passed"] * 20]
+
+
+def test_kill_of_a_serial_file_is_named_beside_what_had_failed_before(repository):
+    repository.file("test_serial.py", """
+        import os
+        from ci.declare import register_cpu_ci
+        register_cpu_ci(est_time=1, suite="stage-a-cpu", serial=True)
+        def test_ok(): assert True
+        def test_wrong(): assert 1 == 2
+        def test_killed():
+            os.kill(os.getpid(), 9)
+            assert True
+    """)  # fmt: skip
+    outcome = repository.run("--suite", "stage-a-cpu")
+    assert (outcome.code, outcome.outcomes()) == (1, {"test_serial.py": "error"})
+    assert (
+        "\nERROR        tests/fast/test_serial.py: crashed: pytest was killed by signal 9 while running "
+        "tests/fast/test_serial.py::test_killed; before that tests/fast/test_serial.py::test_wrong: AssertionError: "
+    ) in outcome.output
+
+
 CRASHES = {
     "leaves": "import os\ndef test_m():\n    os._exit(1)\n    assert 1\n",
     "segmentation-fault": "import ctypes\ndef test_m():\n    ctypes.string_at(0)\n    assert 1\n",

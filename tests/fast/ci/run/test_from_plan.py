@@ -130,6 +130,20 @@ def test_growing_log_is_followed_to_its_end(tmp_path):
     assert stream.getvalue() == "===== title\none\ntwo\n"
 
 
+@pytest.mark.parametrize("actions", [False, True])
+def test_what_follows_a_log_that_ends_within_a_line_begins_a_new_one(tmp_path, actions):
+    (tmp_path / "log").write_bytes(b"half a li")
+    stream = io.StringIO()
+    console = Console(stream, actions=actions)
+    console.log_of("title", tmp_path / "log", failed=False)
+    console.follow("title", tmp_path / "log").close()
+    console.line("FAILED")
+    lines = stream.getvalue().split("\n")
+    assert lines.count("half a li") == 2
+    assert "" not in lines[:-1]
+    assert lines[-2:] == ["FAILED", ""]
+
+
 def test_shard_refuses_another_plan(repository):
     repository.file("test_a.py", "def test_a(): assert True\n")
     from ci.cli import main

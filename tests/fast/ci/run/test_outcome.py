@@ -128,9 +128,12 @@ def test_wrong_exit_code_of_a_session_that_did_not_end_is_an_error_of_every_file
         ([collected("test_a"), phase("test_a")], None, "again"),
         ([collected("test_a", "test_b"), {"event": "start", "node": f"{PATH}::test_b"}], None, "alone"),
         ([collected("test_a", "test_b"), phase("test_a"), phase("test_b", "setup")], None, "alone"),
-        ([collected("test_a", "test_b"), phase("test_a", result="failed", failure=failure())], None, None),
+        ([collected("test_a"), phase("test_a", result="failed", failure=failure())], None, None),
+        ([collected("test_a", "test_b"), phase("test_a", result="failed", failure=failure())], "again", "again"),
+        ([collected("test_a", "test_b"), phase("test_a", result="failed", failure=failure()),
+          {"event": "start", "node": f"{PATH}::test_b"}], None, "alone"),
     ],
-)
+)  # fmt: skip
 def test_innocent_files_of_a_shared_process_that_ended_badly_run_again(tmp_path, entries, out_of_time, died):
     seen = events(tmp_path, *entries)
 
@@ -339,3 +342,69 @@ def test_nothing_that_an_earlier_run_left_is_evidence_of_this_one(tmp_path):
     again = pytest_process.Files.below(tmp_path, "x", 1)
     assert again == before
     assert not any(path.exists() for path in (again.log, again.events, again.junit, again.metrics))
+
+
+def one_failed_one_left(tmp_path: Path, *entries: dict) -> evidence.Observed:
+    broken = phase("test_a", result="failed", failure=failure("AssertionError", "assert 1 == 2"))
+    return events(tmp_path, collected("test_a", "test_b"), broken, *entries)
+
+
+WAITING_OTHER = {"event": "collected", "nodes": [f"{OTHER}::test_b"]}
+START_B = {"event": "start", "node": f"{PATH}::test_b"}
+FIRST = f"{PATH}::test_a: AssertionError: assert 1 == 2"
+
+
+def test_assertion_is_not_hidden_behind_the_hang_of_another_file(tmp_path):
+    judged = judge(one_failed_one_left(tmp_path, WAITING_OTHER), Ended("timeout", 25.0), None)
+    assert judged.outcome == "failed"
+    assert judged.message == f"{FIRST}; 1 test(s) never had their turn, next was {PATH}::test_b"
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [
+        (Ended("timeout", 25.0), ("timeout", f"still running after 25 s: {PATH}::test_b; before that {FIRST}")),
+        (
+            Ended("exited", 1.0, signal=9),
+            ("error", f"crashed: pytest was killed by signal 9 while running {PATH}::test_b; before that {FIRST}"),
+        ),
+        (
+            Ended("exited", 1.0, exit_code=1),
+            (
+                "error",
+                f"crashed: the process ended with exit code 1 while running {PATH}::test_b; before that {FIRST}",
+            ),
+        ),
+    ],
+)
+def test_file_that_failed_and_then_hung_or_died_says_both(tmp_path, ended, expected):
+    judged = judge(one_failed_one_left(tmp_path, START_B), ended, None)
+    assert (judged.outcome, judged.message) == expected
+
+
+def test_crash_beside_the_hang_of_another_file_is_named(tmp_path):
+    seen = events(tmp_path, collected("test_a", "test_b"), WAITING_OTHER, START, crash_report("test_a"), DEAD_WORKER)
+    process = ProcessEvidence(Ended("timeout", 25.0), seen, None, "")
+    assert outcome.second_chance(UNIT, process) is None
+    judged = outcome.judge(UNIT, process, (), ROWS)
+    assert judged.outcome == "error"
+    assert judged.message.startswith(f"crashed: {PATH}::test_a: ")
+    assert judged.message.endswith(f"next was {PATH}::test_b")
+
+
+def test_guess_of_xdist_beside_a_hang_is_checked_alone_and_does_not_stand(tmp_path):
+    seen = events(tmp_path, collected("test_a"), WAITING_OTHER, crash_report("test_a"), DEAD_WORKER)
+    process = ProcessEvidence(Ended("timeout", 25.0), seen, None, "")
+    assert (outcome.second_chance(UNIT, process), outcome.seen_failing(UNIT, process)) == ("alone", [])
+
+
+def test_failure_seen_in_one_turn_stands_whatever_the_next_turn_says(tmp_path):
+    first = ProcessEvidence(Ended("timeout", 25.0), one_failed_one_left(tmp_path), None, "")
+    seen = events(tmp_path, collected("test_a", "test_b"), phase("test_a"), phase("test_b"), END)
+    second = ProcessEvidence(EXIT_0, seen, JUnitCounts(2, 0, 0, 0), "")
+    stands = outcome.seen_failing(UNIT, first)
+    judged = outcome.judge(UNIT, second.with_failures(PATH, stands), (), ROWS)
+    assert (judged.outcome, judged.message) == ("failed", FIRST)
+    assert outcome.judge(UNIT, second, (), ROWS).outcome == "passed"
+    hangs = ProcessEvidence(Ended("timeout", 9.0), events(tmp_path, collected("test_a"), START), None, "")
+    assert outcome.judge(UNIT, hangs.with_failures(PATH, stands), (), ROWS).outcome == "timeout"
