@@ -38,3 +38,15 @@ def test_nothing_trained_is_a_skipped_step():
 
 def test_a_metric_that_some_steps_lack_is_averaged_over_the_others():
     assert merge_steps([row(train__kl=2.0), row()])["train/kl"] == pytest.approx(2.0)
+
+
+def test_broken_tokens_of_a_skipped_step_are_told_when_another_trained():
+    broken = {"train/step_skipped": 1.0, "train/loss": float("nan"), "train/nonfinite_tokens": 3.0}
+    merged = merge_steps([row(), broken])
+    assert merged == {
+        "train/step_skipped": 0.0,
+        "train/loss": 1.0,
+        "train/nonfinite_tokens": 3.0,
+        "train/optimizer_steps": 1.0,
+    }
+    assert merge_steps([broken, broken])["train/nonfinite_tokens"] == 6.0
