@@ -16,12 +16,21 @@ from ci.commands.output import print_json
 from ci.errors import UsageError, suggestion
 
 
+# Which action an option belongs to; for any other one it would be ignored.
+_OPTIONS = {
+    "slowest": ("show",),
+    "history": ("flaky",),
+    "plan": ("merge",),
+    "out": ("merge",),
+    "suite": ("merge",),
+    "skipped": ("merge",),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("show", "merge", "flaky"))
     parser.add_argument("places", nargs="+", metavar="PLACE", help="results.json files, or folders that hold them")
-    parser.add_argument(
-        "--slowest", type=int, default=5, metavar="N", help="show: list the N slowest files (default 5)"
-    )
+    parser.add_argument("--slowest", type=int, metavar="N", help="show: list the N slowest files (default 5)")
     parser.add_argument("--history", metavar="URL", help="flaky: history store (default: MILES_CI_HISTORY_URL)")
     parser.add_argument("--plan", metavar="FILE", help="merge: the plan that was run")
     parser.add_argument("--out", metavar="FILE", help="merge: write the merged results as JSON")
@@ -40,8 +49,12 @@ def main(args: argparse.Namespace) -> int:
     from ci.report import results
     from ci.run.results import exit_code_of
 
-    if not 0 <= args.slowest <= 10_000:
-        raise UsageError(f"--slowest {args.slowest}: must be between 0 and 10000")
+    for name, actions in _OPTIONS.items():
+        if getattr(args, name) not in (None, []) and args.action not in actions:
+            raise UsageError(f"--{name} belongs to `results {actions[0]}`; `results {args.action}` does not know it")
+    slowest = results.SLOWEST if args.slowest is None else args.slowest
+    if not 0 <= slowest <= 10_000:
+        raise UsageError(f"--slowest {slowest}: must be between 0 and 10000")
     places = [Path(place) for place in args.places]
     for place in places:
         if not place.exists():
@@ -54,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     if args.format == "json":
         print_json([shard.as_json() for shard in shards])
     else:
-        print(results.summary(shards, slowest=args.slowest))
+        print(results.summary(shards, slowest=slowest))
     return exit_code_of(shards)
 
 

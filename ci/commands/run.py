@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ci.run.unit import RunUnit
 
 NIGHTLY_RERUNS = 3
+MAX_RERUNS = 100
+MAX_WAIT_S = 86_400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +70,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--suite {args.suite}: not a suite of the registry{suggestion(args.suite, space.fleet.suites)}"
         )
-    if not 1 <= args.workers <= 256:
-        raise UsageError(f"--workers {args.workers}: must be between 1 and 256")
+    _check_numbers(args)
     plan, shard = _planned(args, space)
     units: tuple[RunUnit, ...] = ()
     if shard is not None:
@@ -79,6 +80,16 @@ def main(args: argparse.Namespace) -> int:
     if not units or shard is None:
         return _nothing(args, space, plan)
     return _run(args, space, plan, shard, units)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if not 1 <= args.workers <= 256:
+        raise UsageError(f"--workers {args.workers}: must be between 1 and 256")
+    # Written so that nan, which compares with nothing, is refused too.
+    if not 0 <= args.wait_memory <= MAX_WAIT_S:
+        raise UsageError(f"--wait-memory {args.wait_memory:g}: must be between 0 and {MAX_WAIT_S} seconds")
+    if args.rerun_failed is not None and not 0 <= args.rerun_failed <= MAX_RERUNS:
+        raise UsageError(f"--rerun-failed {args.rerun_failed}: must be between 0 and {MAX_RERUNS}")
 
 
 def _files(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard) -> list[str]:
@@ -106,6 +117,8 @@ def _planned(args: argparse.Namespace, space: Workspace) -> tuple[Plan, Shard | 
     wanted = parse_shard(args.shard)
     given = args.plan or read("MILES_CI_PLAN")
     if given:
+        if args.plan and _selects(args):
+            raise UsageError("--plan: what runs was selected when the plan was made; leave out the selection options")
         plan = Plan.load(Path(given), digest=read("MILES_CI_PLAN_DIGEST"))
         shards = plan.shards_of(args.suite)
         if wanted is None and len(shards) > 1:
@@ -128,9 +141,12 @@ def _planned(args: argparse.Namespace, space: Workspace) -> tuple[Plan, Shard | 
     return plan, shards[index - 1]
 
 
+def _selects(args: argparse.Namespace) -> bool:
+    return bool(args.cadence or args.cron or args.label or args.labels or args.base or args.diff)
+
+
 def _plan_here(args: argparse.Namespace, space: Workspace, count: int) -> Plan:
-    narrowed = args.cadence or args.cron or args.label or args.labels or args.base or args.diff
-    if not narrowed:
+    if not _selects(args):
         args.all_labels = True
     selection, affected = selection_of(args, space)
     reason = affected.reason if affected is not None else None

@@ -279,6 +279,16 @@ def test_suite_that_the_plan_does_not_have_is_a_usage_error_with_the_nearest_nam
     assert main([*words, SUITE]) == 5
 
 
+@pytest.mark.parametrize(("action", "option"), [
+    ("show", "--plan"), ("show", "--out"), ("show", "--suite"), ("show", "--skipped"), ("show", "--history"),
+    ("merge", "--history"), ("merge", "--slowest"), ("flaky", "--plan"), ("flaky", "--slowest"),
+])  # fmt: skip
+def test_option_of_another_action_is_refused_not_ignored(tmp_path, capsys, action, option):
+    shard_of(PLAN, 1, [passed("a")]).write(tmp_path)
+    assert main(["results", action, str(tmp_path), option, "7"]) == 2
+    assert f"{option} belongs to `results " in capsys.readouterr().err
+
+
 def test_altered_plan_is_refused_with_exit_code_5(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text().replace("test_a.py", "test_x.py")

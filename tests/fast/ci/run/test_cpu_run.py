@@ -88,6 +88,18 @@ def test_unknown_suite_is_exit_code_2_with_the_nearest_name(repository):
     assert "did you mean 'stage-a-cpu'?" in outcome.output
 
 
+@pytest.mark.parametrize(("option", "value"), [
+    ("--workers", "0"), ("--rerun-failed", "-3"), ("--wait-memory", "-1"), ("--wait-memory", "nan"),
+    ("--wait-memory", "inf"),
+])  # fmt: skip
+def test_numbers_that_mean_nothing_are_refused(repository, capsys, option, value):
+    from ci.cli import main
+
+    words = ["run", "--root", str(repository.root), "--suite", "stage-a-cpu", option, value]
+    assert main(words) == 2
+    assert f"{option} {value}: must be between" in capsys.readouterr().err
+
+
 def test_names_in_any_script_and_with_blanks_are_run(repository):
     repository.file("test_spaß 'q'.py", "def test_a(): assert True\n", "tests/fast/ünï cödé, 漢字")
     outcome = repository.run("--suite", "stage-a-cpu")

@@ -157,5 +157,8 @@ def test_shard_refuses_another_plan(repository):
     other_count = repository.run(*words, "--shard", "1/2")
     assert other_count.code == 5
     assert "into 1 shard(s)" in other_count.output
+    selecting = repository.run(*words, "--cadence", "nightly")
+    assert selecting.code == 2
+    assert "leave out the selection options" in selecting.output
     good = repository.run(*words, "--shard", "1/1", MILES_CI_PLAN_DIGEST=Plan.load(saved).digest)
     assert (good.code, good.outcomes()) == (0, {"test_a.py": "passed"})
