@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from ci.declare.syntax import syntax_findings
 from ci.declare.tree import TESTS
 from ci.errors import Diagnostic, UsageError
 from ci.fleet.load import read_fleet
@@ -58,6 +59,10 @@ def lint(space: Workspace, *, base: str | None = None) -> LintReport:
         findings.extend(space.scan.errors)
         files = len(space.scan.files)
         not_run.append("declarations against the fleet: the registry has errors")
+    faulty = frozenset(space.scan.faulty)
+    findings.extend(
+        syntax_findings(space.root, (path for path in space.scan.files if path not in faulty), space.cache_dir)
+    )
     if base is not None:
         findings.extend(_passed_at_introduction(space, base, today))
     return LintReport(tuple(sorted(set(findings))), files, declarations, tuple(not_run))

@@ -32,11 +32,7 @@ class ScanCache:
 
     @classmethod
     def load(cls, folder: Path) -> ScanCache:
-        try:
-            with open(folder / FILE_NAME, "rb") as stream:
-                data = json.load(stream)
-        except (OSError, ValueError):
-            return cls()
+        data = read_cache(folder, FILE_NAME)
         return cls(data if isinstance(data, dict) else None)
 
     def get(self, key: str, path: str) -> FileScan | None:
@@ -59,11 +55,25 @@ class ScanCache:
         """Write the entries of this scan, atomically; entries of files that are gone are dropped."""
         if not self._changed and len(self._used) == len(self._entries):
             return
-        with contextlib.suppress(OSError):
-            if not folder.exists():
-                # Ours alone, so git need not be told about it elsewhere.
-                write_whole(folder / ".gitignore", b"# Written by miles-ci: a cache is no part of the repository.\n*\n")
-            write_whole(folder / FILE_NAME, json.dumps(self._used, separators=(",", ":")).encode(), durable=False)
+        write_cache(folder, FILE_NAME, self._used)
+
+
+def read_cache(folder: Path, name: str) -> Any:
+    """The JSON value of a cache file; None where there is none to be read."""
+    try:
+        with open(folder / name, "rb") as stream:
+            return json.load(stream)
+    except (OSError, ValueError):
+        return None
+
+
+def write_cache(folder: Path, name: str, value: Any) -> None:
+    """Write a cache file, atomically; what cannot be written is left out."""
+    with contextlib.suppress(OSError):
+        if not folder.exists():
+            # Ours alone, so git need not be told about it elsewhere.
+            write_whole(folder / ".gitignore", b"# Written by miles-ci: a cache is no part of the repository.\n*\n")
+        write_whole(folder / name, json.dumps(value, separators=(",", ":")).encode(), durable=False)
 
 
 def _pack(found: FileScan) -> list[Any]:
