@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from miles.config import ConfigError
 from miles.quant.nvfp4_config import GATE, fake_qat_gate
+from miles.recipe import idle_rules
 from miles.recipe.inputs import check_files, first_prompts
 from miles.recipe.schema import Recipe
 
@@ -215,6 +216,12 @@ def _quantisation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("NVFP4-CONTRACT", "error", message, "use an MoE family, or set quant.fake_qat=none")
 
 
+def _idle(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del facts
+    for message, fix in idle_rules.objections(recipe):
+        yield Finding("IDLE", "warning", message, fix)
+
+
 def _evidence(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     if recipe.evidence.status != "validated":
@@ -233,6 +240,7 @@ RULES: tuple[Rule, ...] = (
     Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
+    Rule("IDLE", "An option that acts nowhere in this run promises what does not happen.", _idle),
     Rule("EVIDENCE", "A recipe without recorded numbers may be wrong in ways nobody saw.", _evidence),
 )
 
