@@ -20,6 +20,7 @@ import numpy as np
 
 from miles.config.files import storage_error, sync_folder
 from miles.models.errors import ModelError
+from miles.models.quantised import refuse_quantised
 from miles.models.safetensors_header import DAMAGED, Entry, read_header
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class HFCheckpoint:
                 self.file_of[name] = path
                 self.info[name] = entry
         self._check_index()
+        refuse_quantised(directory, self.info)
         self._open: dict[Path, Any] = {}
 
     def names(self) -> Iterable[str]:

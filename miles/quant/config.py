@@ -134,13 +134,16 @@ class QuantConfig(StrictModel):
         return self
 
     def fake_qat_config(self, environ: Mapping[str, str] | None = None) -> NVFP4QDQConfig | None:
-        """The rounding to train with, or None when fake quantisation is off."""
+        """The rounding to train with, or None when fake quantisation is off. QuantConfigError: a wrong variable."""
         environ = process_environment() if environ is None else environ
         gate = fake_qat_gate(environ)
-        if self.fake_qat == "none":
-            return current_nvfp4_qdq_config(environ) if gate else None
-        from_environment = current_nvfp4_qdq_config(environ)
-        if self.nvfp4 is None:
+        if self.fake_qat == "none" and not gate:
+            return None
+        try:
+            from_environment = current_nvfp4_qdq_config(environ)
+        except ValueError as error:
+            raise QuantConfigError(f"{error}; give the variable one of these values, or unset it") from None
+        if self.fake_qat == "none" or self.nvfp4 is None:
             return from_environment
         mine = self.nvfp4.resolve()
         if any(environ.get(v) for v in VARIABLES):
@@ -148,7 +151,7 @@ class QuantConfig(StrictModel):
                 ours, theirs = getattr(mine, field), getattr(from_environment, field)
                 if ours != theirs:
                     raise QuantConfigError(
-                        f"quant.nvfp4.{field} is {ours!r} but the NVTE_NVFP4_* variables ask for {theirs!r}: unset them or make them agree"
+                        f"quant.nvfp4.{field} is {ours!r} but the NVTE_NVFP4_* variables ask for {theirs!r}; unset them or make them agree"
                     )
         return mine
 

@@ -53,4 +53,5 @@ def describe(recipe: Recipe, overrides: Sequence[str], console: Console) -> None
     for finding in findings:
         console.print(f"{finding.severity}: {finding}", highlight=False, markup=False, soft_wrap=True)
     arguments = "".join(f" --set {text}" for text in overrides)
-    console.print(f"dry run: nothing was started{' with' + arguments if arguments else ''}", highlight=False)
+    started = f"dry run: nothing was started{' with' + arguments if arguments else ''}"
+    console.print(started, highlight=False, markup=False, soft_wrap=True)

@@ -12,6 +12,7 @@ import numpy as np
 from miles.config import ConfigError
 from miles.data.prompts import Encoder, Prompt, PromptSource
 from miles.data.tasks import build_task
+from miles.quant.hook import FakeQATHook
 from miles.recipe.schema import Recipe
 
 # Prompts of an endless task are alike; a file's may differ, so more of them are looked at.
@@ -37,12 +38,14 @@ class CharacterCount:
 
 
 def check_files(recipe: Recipe) -> None:
-    """`ConfigError` for a model or teacher folder that is not complete."""
+    """`ConfigError` for a model or teacher folder that is not complete, or a model trained with another rounding."""
     for folder in (recipe.model.path, recipe.algo.teacher):
         if folder is not None:
             check_model_files(Path(folder))
     if recipe.model.path is not None:
         check_tokenizer(Path(recipe.model.path))
+        # Compares the folder's quantisation contract with the recipe, as at the start of training.
+        FakeQATHook(recipe.quant, model_dir=Path(recipe.model.path))
 
 
 def check_model_files(folder: Path) -> None:

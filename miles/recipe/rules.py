@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
-from miles.quant.nvfp4_config import GATE, fake_qat_gate
 from miles.recipe import idle_rules
 from miles.recipe.inputs import check_files, first_prompts
+from miles.recipe.nvfp4_rules import objections
 from miles.recipe.schema import Recipe
 
 # Actors of one host, each a process with its own copy of torch: more than any machine has cores for.
@@ -200,20 +200,8 @@ def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
 
 def _quantisation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
-    trainer = recipe.quant.nvfp4 if recipe.quant.fake_qat == "nvfp4" else None
-    engine = recipe.engine.nvfp4_experts
-    if trainer != engine:
-        message = f"quant.nvfp4 is {trainer!r} in the trainer but engine.nvfp4_experts is {engine!r}"
-        yield Finding("NVFP4-CONTRACT", "error", message, "give both the same options: they must round alike")
-    if recipe.quant.fake_qat == "none" and fake_qat_gate():
-        message = f"quant.fake_qat is none but {GATE}=1: the trainer would round weights that the engine does not"
-        yield Finding("NVFP4-CONTRACT", "error", message, "unset the variable, or set quant.fake_qat=nvfp4")
-    if recipe.quant.fake_qat == "nvfp4" and recipe.quant.nvfp4 is None:
-        message = "quant.fake_qat is nvfp4 without quant.nvfp4, so the environment would decide"
-        yield Finding("NVFP4-CONTRACT", "error", message, "write the options out under quant.nvfp4")
-    if trainer is not None and not facts.hf_config.get("num_experts"):
-        message = f"quant.fake_qat is nvfp4 but {facts.where} has no routed experts"
-        yield Finding("NVFP4-CONTRACT", "error", message, "use an MoE family, or set quant.fake_qat=none")
+    for message, fix in objections(recipe, facts.hf_config, facts.where):
+        yield Finding("NVFP4-CONTRACT", "error", message, fix)
 
 
 def _idle(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
