@@ -3,6 +3,9 @@
 One visit of each row computes log-prob, loss and gradient (`miles.kernels.logprobs.fused_policy_loss`), so the
 logits' second read comes from cache and no log-prob graph is kept. Same loss, gradient and metrics as
 `step_objective`, except that the entropy is not reported. What it cannot do is named by `why_not_fused`.
+
+For backends whose response rows are distinct. The megatron trainer does not call it: prompts are shared there, so rows
+repeat, and the entropy is part of every step's metrics.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Arrays are numpy, never lists. T = len(tokens), P = prompt_length, R = T - P. Wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -228,7 +228,3 @@ def _check_rewards(sample: Sample) -> None:
             _fail(sample, f"reward_parts[{key!r}]", value, "a finite number")
     if sample.status == Status.COMPLETED and sample.response_length == 0:
         _fail(sample, "status", "completed", "a response of at least one token, or status failed")
-
-
-def validate_samples(samples: Iterable[Sample]) -> list[Sample]:
-    return [validate_sample(sample) for sample in samples]
