@@ -12,9 +12,11 @@ from datetime import date
 from typing import Any
 
 from ci.errors import suggestion
+from ci.fleet.cron import cron_problem
 from ci.fleet.dates import check_until
+from ci.fleet.list_checks import check_globs, check_repetitions
 from ci.fleet.model import ARCH_VENDOR, VENDOR_OF_BACKEND
-from ci.fleet.patterns import glob_fault, slow_pattern
+from ci.fleet.patterns import slow_pattern
 from ci.fleet.yaml_source import Document, Keys
 
 FIRST_SUITE = "stage-a-cpu"
@@ -34,7 +36,8 @@ def check_references(document: Document, entries: Entries, today: date) -> None:
         _cadences,
         _retry,
         _notify,
-        _globs,
+        check_globs,
+        check_repetitions,
     )
     for check in checks:
         check(document, entries)
@@ -84,12 +87,6 @@ def _pools(document: Document, entries: Entries) -> None:
         elif pool.hardware in entries["hardware"] and entries["hardware"][pool.hardware].vendor == "cpu":
             message = f"pools.{name}.hardware: '{pool.hardware}' has no devices; CPU suites use runs_on"
             document.error(("pools", name, "hardware"), "pool-without-devices", message)
-        for field in ("labels", "hosts", "capabilities"):
-            values = getattr(pool, field)
-            for index, value in enumerate(values):
-                if value in values[:index]:
-                    message = f"pools.{name}.{field}: '{value}' is listed twice"
-                    document.error(("pools", name, field, index), "duplicate-name", message)
 
 
 def _ambiguous_labels(document: Document, entries: Entries) -> None:
@@ -254,26 +251,6 @@ def _cadences(document: Document, entries: Entries) -> None:
                 _unknown(document, (*keys, "subtract", index), "unknown-label", value, domain)
 
 
-_CRON_RANGES = (("minute", 0, 59), ("hour", 0, 23), ("day", 1, 31), ("month", 1, 12), ("weekday", 0, 6))
-_CRON_PART = re.compile(r"(?:\*|(\d{1,2})(?:-(\d{1,2}))?)(?:/(\d{1,2}))?")
-
-
-def cron_problem(cron: str) -> str | None:
-    """Why a five-field cron (numbers only, as GitHub accepts them) is wrong, or None."""
-    for (field, low, high), text in zip(_CRON_RANGES, cron.split(" "), strict=True):
-        for part in text.split(","):
-            match = _CRON_PART.fullmatch(part)
-            if match is None:
-                return f"cannot read the {field} '{part}'"
-            first, last, step = (int(group) if group else None for group in match.groups())
-            numbers = [number for number in (first, last) if number is not None]
-            if any(not low <= number <= high for number in numbers) or step == 0:
-                return f"{field} '{part}' is outside {low}-{high}"
-            if len(numbers) == 2 and numbers[0] > numbers[1]:
-                return f"{field} range '{part}' runs backwards"
-    return None
-
-
 def _retry(document: Document, entries: Entries) -> None:
     for name, rule in entries["retry"].items():
         keys: Keys = ("retry", name)
@@ -305,21 +282,3 @@ def _notify(document: Document, entries: Entries) -> None:
                 "is required for lark (the name of the secret)" if item.kind == "lark" else f"not used by {item.kind}"
             )
             document.error(("notify", name, "secret"), "notify-secret", f"notify.{name}.secret: {word}")
-
-
-def _globs(document: Document, entries: Entries) -> None:
-    """A glob that can match nothing would be a rule that never applies."""
-    selection = document.data.get("selection") if isinstance(document.data, dict) else None
-    found: list[tuple[Keys, object]] = []
-    if isinstance(selection, dict):
-        edges, inert = selection.get("edges"), selection.get("inert")
-        for index, edge in enumerate(edges if isinstance(edges, list) else ()):
-            if isinstance(edge, dict):
-                found += [(("selection", "edges", index, field), edge.get(field)) for field in ("when", "tests")]
-        found += [(("selection", "inert", i), glob) for i, glob in enumerate(inert if isinstance(inert, list) else ())]
-    for name, image in entries["images"].items():
-        found += [(("images", name, "key_files", index), glob) for index, glob in enumerate(image.key_files)]
-    for keys, glob in found:
-        fault = glob_fault(glob) if isinstance(glob, str) else None
-        if fault is not None:
-            document.error(keys, "bad-glob", f"{'.'.join(map(str, keys))}: {glob!r:.60}: {fault}")

@@ -178,7 +178,19 @@ class _Checker:
         if declaration.timeout is not None and declaration.timeout > suite.test_timeout_s:
             message = f"timeout: {declaration.timeout:g} s exceeds test_timeout_s {suite.test_timeout_s} of the suite"
             error("timeout", "out-of-range", message)
+        self._estimate(declaration, suite.test_timeout_s, error)
         return True
+
+    @staticmethod
+    def _estimate(declaration: Declaration, limit: int, error: Callable[[str, str, str], None]) -> None:
+        """A test that takes as long as it says must be able to end."""
+        estimate, timeout = declaration.est_time, declaration.timeout
+        if estimate is not None and estimate > limit:
+            message = f"est_time: {estimate:g} s exceeds test_timeout_s {limit} of the suite, which would end the test"
+            error("est_time", "out-of-range", message)
+        elif estimate is not None and timeout is not None and estimate > timeout:
+            message = f"timeout: {timeout:g} s is less than est_time {estimate:g} s, so the test could not end"
+            error("timeout", "out-of-range", message)
 
     def _labels(self, declaration: Declaration, error: Callable[[str, str, str], None]) -> None:
         labels = self.fleet.labels

@@ -241,3 +241,19 @@ def test_a_day_exactly_90_ahead_is_allowed_and_one_more_is_not() -> None:
         assert (date.fromisoformat(until) - TODAY).days == 90 + count
         scan = Scan("", (gpu(disabled=Exemption("a reason of length", "#1", until)),), (), (), ())
         assert len(build_catalog(scan, FLEET, today=TODAY).errors) == count
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"est_time": "1000000"}, "est_time: 1e+06 s exceeds test_timeout_s 1800 of the suite"),
+        ({"est_time": "1800.5"}, "est_time: 1800.5 s exceeds"),
+        ({"est_time": "60", "timeout": "30"}, "timeout: 30 s is less than est_time 60 s"),
+        ({"est_time": "1800"}, None),
+        ({"est_time": "60", "timeout": "60"}, None),
+    ],
+)
+def test_a_test_must_be_able_to_take_as_long_as_it_says(tmp_path: Path, fields: dict, words: str | None) -> None:
+    space = workspace(write_tree(tmp_path, {"tests/e2e/test_a.py": cpu(**fields)}))
+    assert [error.code for error in space.catalog.errors] == ([] if words is None else ["out-of-range"])
+    assert all(str(words) in error.message for error in space.catalog.errors)
