@@ -20,7 +20,8 @@ def test_ratio_at_step_0_is_one_on_the_support_and_not_without_it(runs):
     with_support, without = weights["auto"]["mismatch/w_mean"], weights["off"]["mismatch/w_mean"]
     print(f"importance ratio at step 0: {with_support:.9f} on the support, {without:.9f} over the full vocabulary")
     assert with_support == pytest.approx(1.0, abs=1e-6)
-    assert weights["auto"]["mismatch/abs_diff_max"] <= 1e-5
+    # Of every token, not of their mean: |ratio - 1| is at most the largest difference of log-probs.
+    assert weights["auto"]["mismatch/abs_diff_max"] <= 1e-6
     # What is missing is the mass that top-p keeps: the nucleus of this step.
     assert without == pytest.approx(weights["auto"]["mismatch/support_mass_mean"], abs=1e-3)
     assert abs(without - 1.0) > 0.01
