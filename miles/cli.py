@@ -88,11 +88,15 @@ def replay(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a recorded step, e.g. runs/NAME/replay/step_3")],
     mode: Annotated[str, typer.Option(help="bit: identical bits; close: loss and gradient norm agree")] = "bit",
     rank: Annotated[int | None, typer.Option(help="report one rank only")] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="the run's model folder, when it is not where it was")
+    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Run one recorded optimizer step again and compare it with what was recorded."""
     from miles.orchestrate.replay import replay as run
 
-    run(folder, mode=mode, rank=rank, console=Console())
+    run(folder, mode=mode, rank=rank, console=Console(), model=model, overrides=overrides or [])
 
 
 @app.command()

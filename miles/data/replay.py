@@ -2,7 +2,8 @@
 
 `step_<n>/`: `manifest.json` (schema, recipe, versions, mesh, step, weight version, seeds, checkpoint),
 `rank_<r>.safetensors` (inputs per micro-batch, advantages, loss weights, RNG states), `rank_<r>.json` (denominators,
-sha256 per parameter before and after, loss, grad norm) and `COMPLETE`, written last, with the sha256 of every file.
+sha256 per parameter before and after, loss, grad norm) and `COMPLETE`, written last, with the sha256 of every file
+(`miles.data.replay_marker`). Of a step that failed, the manifest has the failure instead of results.
 Re-running the step is `miles.train.replay`.
 """
 
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -18,20 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from miles.config import MilesError
 from miles.config.files import storage_error, sync_folder, write_atomic
 from miles.data.batch import Denominators, MicroBatch, RankBatch
+from miles.data.replay_marker import AGAIN, SCHEMA, ReplayError, read_json, seal, verify
 from miles.data.sampling_mask import RolloutSamplingMask
 
-SCHEMA = 1
-COMPLETE = "COMPLETE"
+# Suffix of a bundle that a rank closes because the step failed.
+CLOSING = ".closing"
 _SUPPORT = ("ids", "offsets", "logprobs", "reference")
-
-
-class ReplayError(MilesError):
-    """The bundle is incomplete, damaged, or does not fit this program."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +43,28 @@ class RankRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StepFailure:
+    """What ended a step: the rank that met it, and the error's class and text."""
+
+    rank: int
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, rank: int, error: Exception) -> StepFailure:
+        return cls(rank, type(error).__name__, str(error))
+
+    def __str__(self) -> str:
+        return f"{self.kind} on rank {self.rank}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
 class Bundle:
+    """`failure`: the step did not end; its records have no results."""
+
     manifest: dict[str, Any]
     ranks: dict[int, RankRecord]
+    failure: StepFailure | None = None
 
 
 def write_rank(folder: Path, rank: int, record: RankRecord) -> None:
@@ -56,30 +72,34 @@ def write_rank(folder: Path, rank: int, record: RankRecord) -> None:
     from safetensors.numpy import save
 
     arrays: dict[str, np.ndarray] = {f"rng.{name}": np.asarray(state) for name, state in record.rng.items()}
-    described = []
     for number, micro_batch in enumerate(record.batch.micro_batches):
-        plain, tensors = _take_apart(micro_batch)
-        described.append(plain)
+        tensors = _take_apart(micro_batch)[1]
         arrays |= {f"micro_batch_{number}.{name}": value for name, value in tensors.items()}
+    write_atomic(folder / f"rank_{rank}.safetensors", save({k: np.ascontiguousarray(v) for k, v in arrays.items()}))
+    write_results(folder, rank, record)
+
+
+def write_results(folder: Path, rank: int, record: RankRecord) -> None:
+    """Write the smaller file of `write_rank` again, once the step's results are known."""
     document = {
         "dp_rank": record.batch.dp_rank,
         "dp_size": record.batch.dp_size,
         "denominators": asdict(record.batch.denominators),
-        "micro_batches": described,
+        "micro_batches": [_take_apart(micro_batch)[0] for micro_batch in record.batch.micro_batches],
         "sha256_before": dict(record.sha256_before),
         "sha256_after": dict(record.sha256_after),
         # repr keeps every bit of a float; JSON readers give the same value back.
         "results": {name: float(value) for name, value in record.results.items()},
     }
-    write_atomic(folder / f"rank_{rank}.safetensors", save({k: np.ascontiguousarray(v) for k, v in arrays.items()}))
     write_atomic(folder / f"rank_{rank}.json", json.dumps(document, indent=1))
 
 
 def open_bundle(root: Path, step: int) -> Path:
-    """A fresh `step_<n>.tmp` below `root` for `write_rank`; a leftover of an earlier crash is removed."""
+    """A fresh `step_<n>.tmp` below `root` for `write_rank`; leftovers of an earlier crash are removed."""
     folder = root / f"step_{step}.tmp"
     try:
-        shutil.rmtree(folder, ignore_errors=True)
+        for leftover in (folder, folder.with_suffix(CLOSING)):
+            shutil.rmtree(leftover, ignore_errors=True)
         folder.mkdir(parents=True)
     except OSError as error:
         raise storage_error(folder, error) from error
@@ -89,14 +109,28 @@ def open_bundle(root: Path, step: int) -> Path:
 def finish_bundle(folder: Path, manifest: Mapping[str, Any]) -> Path:
     """After every rank has written: manifest, COMPLETE, rename to `step_<n>`. One process calls this."""
     write_atomic(folder / "manifest.json", json.dumps({"schema": SCHEMA, **manifest}, indent=1, sort_keys=True))
-    hashes = {path.name: _file_sha256(path) for path in sorted(folder.iterdir()) if path.name != COMPLETE}
-    write_atomic(folder / COMPLETE, json.dumps({"schema": SCHEMA, "sha256": hashes}, indent=1))
+    seal(folder)
     final = folder.with_suffix("")
     if final.exists():
         shutil.rmtree(final)
     folder.rename(final)
     sync_folder(final.parent)
     return final
+
+
+def finish_failed_bundle(folder: Path, manifest: Mapping[str, Any], failure: StepFailure, *, wait_s: float) -> None:
+    """Like `finish_bundle` for a step that failed. Every rank that met an error may call it, at any time after all
+    ranks have written: the first writes its own, the others wait up to `wait_s` until it has."""
+    closing = folder.with_suffix(CLOSING)
+    try:
+        # Of several ranks that fail at once, one succeeds in this.
+        folder.rename(closing)
+    except FileNotFoundError:
+        deadline = time.monotonic() + wait_s
+        while closing.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return
+    finish_bundle(closing, {**manifest, "failure": asdict(failure)})
 
 
 def write_bundle(root: Path, step: int, manifest: Mapping[str, Any], ranks: Mapping[int, RankRecord]) -> Path:
@@ -109,47 +143,15 @@ def write_bundle(root: Path, step: int, manifest: Mapping[str, Any], ranks: Mapp
 
 def load_bundle(folder: Path) -> Bundle:
     """Verify and read a bundle. `ReplayError` names the file that is missing, damaged or of another schema."""
-    marker = folder / COMPLETE
-    if not marker.is_file():
-        raise ReplayError(_no_bundle(folder))
-    listed = _read_json(marker)
-    if not isinstance(listed, dict) or not isinstance(listed.get("sha256", {}), dict):
-        raise ReplayError(f"{marker}: not a list of this bundle's files; copy the bundle again from its source")
-    if listed.get("schema") != SCHEMA:
-        raise ReplayError(
-            f"{marker}: schema {listed.get('schema')!r}, this program reads {SCHEMA}; use the version that wrote it"
-        )
-    names = listed.get("sha256", {})
-    if "manifest.json" not in names or "rank_0.json" not in names:
-        raise ReplayError(f"{marker}: lists no manifest and ranks; copy the bundle again from its source")
-    for name, expected in names.items():
-        path = folder / name
-        if not path.is_file():
-            raise ReplayError(f"{path}: missing; the bundle was copied in part, copy all of {folder.name}")
-        actual = _file_sha256(path)
-        if actual != expected:
-            raise ReplayError(
-                f"{path}: content changed since it was written (sha256 {actual[:12]}..., expected {expected[:12]}...); "
-                "copy the bundle again from its source"
-            )
-    # Only files that were verified: one that somebody put beside them is not read.
-    paths = [folder / name for name in names if name.startswith("rank_") and name.endswith(".json")]
-    ranks = {int(path.stem.removeprefix("rank_")): _read_rank(path) for path in paths}
-    return Bundle(_read_json(folder / "manifest.json"), dict(sorted(ranks.items())))
-
-
-def _no_bundle(folder: Path) -> str:
-    """Why a folder without COMPLETE cannot be replayed, and what there is instead."""
-    if not folder.is_dir():
-        what = "not a folder" if folder.exists() else "no such folder"
-        return (
-            f"{folder}: {what}; give a step_<n> folder, as run.replay_steps writes them below the run's replay folder"
-        )
-    for parent in (folder, folder / "replay"):
-        found = sorted(path.parent.name for path in parent.glob(f"step_*/{COMPLETE}"))
-        if found:
-            return f"{folder}: not itself a bundle; give one of {', '.join(str(parent / name) for name in found)}"
-    return f"{folder}: no {COMPLETE} file, so this bundle was never finished; choose another step_<n> folder"
+    count = verify(folder)
+    manifest = read_json(folder / "manifest.json")
+    ranks = {rank: _read_rank(folder / f"rank_{rank}.json") for rank in range(count)}
+    mesh = manifest.get("mesh")
+    world = math.prod(mesh[name] for name in ("tp", "pp", "cp", "dp")) if mesh else count
+    if world != count:
+        raise ReplayError(f"{folder}: was recorded by {world} ranks, but holds the files of {count}; {AGAIN}")
+    failure = manifest.get("failure")
+    return Bundle(manifest, ranks, None if failure is None else StepFailure(**failure))
 
 
 def array_sha256(array: np.ndarray) -> str:
@@ -196,7 +198,7 @@ def _put_together(plain: dict[str, Any], tensors: dict[str, np.ndarray]) -> Micr
 def _read_rank(path: Path) -> RankRecord:
     from safetensors.numpy import load
 
-    document = _read_json(path)
+    document = read_json(path)
     arrays = load(path.with_suffix(".safetensors").read_bytes())
     micro_batches = []
     for number, plain in enumerate(document["micro_batches"]):
@@ -208,15 +210,3 @@ def _read_rank(path: Path) -> RankRecord:
     )
     rng = {name.removeprefix("rng."): value for name, value in arrays.items() if name.startswith("rng.")}
     return RankRecord(batch, rng, document["sha256_before"], document["sha256_after"], document["results"])
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ReplayError(f"{path}: cannot be read as JSON ({error}); copy the bundle again from its source") from error
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

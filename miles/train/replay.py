@@ -1,31 +1,37 @@
 """Record one optimizer step so that it can be run again, and run it again: bit for bit, or close.
 
-`record_step` stands in for `backend.step`: it writes a checkpoint of the state before the step beside the bundle,
-takes the step, and closes the bundle with what came out. `replay_step` loads that checkpoint into a fresh backend,
-repeats the step and compares. The format on disk is `miles.data.replay`.
+`record_step` stands in for `backend.step`: it writes a checkpoint of the state before the step beside the bundle, then
+the step's inputs, takes the step, and closes the bundle with what came out, be it an error. `replay_step` loads that
+checkpoint into a fresh backend, repeats the step and compares. The format on disk is `miles.data.replay`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from miles.config import MilesError
 from miles.data.batch import RankBatch
 from miles.data.replay import (
     Bundle,
     RankRecord,
-    ReplayError,
+    StepFailure,
     array_sha256,
     finish_bundle,
+    finish_failed_bundle,
     load_bundle,
     open_bundle,
     write_rank,
+    write_results,
 )
+from miles.data.replay_marker import ReplayError
+from miles.train.checkpoint import verify
 from miles.train.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,6 +39,8 @@ if TYPE_CHECKING:
 
 COMPARED = ("train/loss", "train/grad_norm", "train/value_loss")
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+# How long a rank whose step failed waits for another one to close the bundle, before its own error ends the run.
+CLOSE_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class ReplayReport:
     results: Mapping[str, float]
     recorded: Mapping[str, float]
     differences: tuple[str, ...]
+    failure: StepFailure | None = None  # what ended the step here, as it did when it was recorded
 
     @property
     def reproduced(self) -> bool:
@@ -56,6 +65,7 @@ def record_step(
     """`backend.step(batch)`, recorded as `root/step_<n>` with its checkpoint in `root/step_<n>.checkpoint`.
 
     Collective. `manifest`: what the caller knows (recipe, seeds, weight version, model folder); JSON.
+    A step that fails is recorded with its failure, which is then raised.
     """
     layout = backend.parallel_layout
     root = Path(root)
@@ -63,13 +73,21 @@ def record_step(
     if layout.rank == 0:
         open_bundle(root, step)
     backend.save(root / f"step_{step}.checkpoint", extra={"step": step})
-    before, random_state = parameter_hashes(backend), _random_state()
-    metrics = backend.step(batch)
-    record = RankRecord(batch, random_state, before, parameter_hashes(backend), metrics)
+    record = RankRecord(batch, _random_state(), parameter_hashes(backend))
     write_rank(folder, layout.rank, record)
+    # A rank that fails does so alone: everything that the bundle needs of the others is there before.
+    backend.barrier()
+    facts = {"step": step, "checkpoint": f"step_{step}.checkpoint", **backend.identity(), **manifest}
+    try:
+        metrics = backend.step(batch)
+    except Exception as error:
+        # The step's own error is the one to report, also where the disk is full.
+        with contextlib.suppress(MilesError, OSError):
+            finish_failed_bundle(folder, facts, StepFailure.of(layout.rank, error), wait_s=CLOSE_WAIT_S)
+        raise
+    write_results(folder, layout.rank, replace(record, sha256_after=parameter_hashes(backend), results=metrics))
     backend.barrier()
     if layout.rank == 0:
-        facts = {"step": step, "checkpoint": f"step_{step}.checkpoint", **backend.identity(), **manifest}
         finish_bundle(folder, facts)
     backend.barrier()
     return metrics
@@ -88,7 +106,7 @@ def replay_step(folder: Path, backend: MegatronBackend, *, mode: Literal["bit", 
         _require_identity(bundle, backend, folder)
     batch = _batch_for(bundle, backend)
     _load_state(folder.parent / manifest_value(bundle, folder, "checkpoint"), backend)
-    record = bundle.ranks[backend.parallel_layout.rank if mode == "bit" else min(bundle.ranks)]
+    record = bundle.ranks[backend.parallel_layout.rank if mode == "bit" else 0]
     differences = []
     if mode == "bit":
         differences += _differing(parameter_hashes(backend), record.sha256_before, "before the step")
@@ -97,11 +115,20 @@ def replay_step(folder: Path, backend: MegatronBackend, *, mode: Literal["bit", 
             for name, state in _random_state().items()
             if name in record.rng and not np.array_equal(state, record.rng[name])
         ]
-    results = backend.step(batch)
-    if mode == "bit":
-        differences += _differing(parameter_hashes(backend), record.sha256_after, "after the step")
-    differences += _result_differences(results, record.results, mode, backend.config.precision)
-    return ReplayReport(bundle.manifest["step"], mode, results, record.results, tuple(differences))
+    rank, failure, results = backend.parallel_layout.rank, None, {}
+    try:
+        results = backend.step(batch)
+    except Exception as error:
+        if bundle.failure is None:
+            raise
+        failure = StepFailure.of(rank, error)
+    if bundle.failure is not None:
+        differences += _failure_differences(failure, bundle.failure, rank, mode)
+    else:
+        if mode == "bit":
+            differences += _differing(parameter_hashes(backend), record.sha256_after, "after the step")
+        differences += _result_differences(results, record.results, mode, backend.config.precision)
+    return ReplayReport(bundle.manifest["step"], mode, results, record.results, tuple(differences), failure)
 
 
 def _random_state() -> dict[str, np.ndarray]:
@@ -135,9 +162,21 @@ def _load_state(checkpoint: Path, backend: MegatronBackend) -> None:
     try:
         found = backend.load_checkpoint(checkpoint)
     except CheckpointError as error:
-        raise ReplayError(f"the state before the step cannot be read: {error}; to replay, {copy}") from error
+        raise ReplayError(
+            f"the state before the step cannot be read: {_damage(checkpoint) or error}; to replay, {copy}"
+        ) from error
     if found is None:
         raise ReplayError(f"{checkpoint}: the state before the step is missing; {copy}")
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Which file is damaged, without what a run would do about it."""
+    try:
+        for path in sorted(checkpoint.glob("iter_*")):
+            verify(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _require_identity(bundle: Bundle, backend: MegatronBackend, folder: Path) -> None:
@@ -172,7 +211,7 @@ def _batch_for(bundle: Bundle, backend: MegatronBackend) -> RankBatch:
     if layout.dp_size != 1:
         raise ReplayError(
             f"the step was recorded with dp={recorded} and cannot be dealt out to dp={layout.dp_size}; "
-            f"use dp={recorded} or dp=1"
+            f"use dp={recorded}{' or dp=1' if recorded > 1 else ''}"
         )
     micro_batches = tuple(item for index in sorted(by_index) for item in by_index[index].micro_batches)
     return RankBatch(0, 1, micro_batches, by_index[min(by_index)].denominators)
@@ -186,15 +225,29 @@ def _differing(got: Mapping[str, str], recorded: Mapping[str, str], when: str) -
     ]
 
 
+def _failure_differences(failure: StepFailure | None, recorded: StepFailure, rank: int, mode: str) -> list[str]:
+    # Ranks fail together (a global gradient) or alone (a sample of theirs): only the recorded one has the same text.
+    by_text = mode == "bit" and rank == recorded.rank
+    if failure is None or failure.kind != recorded.kind or (by_text and failure.text != recorded.text):
+        return [f"failure: {failure or 'none'}, recorded {recorded}"]
+    return []
+
+
 def _result_differences(
     results: Mapping[str, float], recorded: Mapping[str, float], mode: str, precision: str
 ) -> list[str]:
-    names = [name for name in COMPARED if name in results or name in recorded]
     tolerance = 0.0 if mode == "bit" else TOLERANCE[precision]
     return [
         f"{name}: {results.get(name)!r}, recorded {recorded.get(name)!r}"
-        for name in names
-        if not math.isclose(
-            results.get(name, math.nan), recorded.get(name, math.nan), rel_tol=tolerance, abs_tol=tolerance
-        )
+        for name in COMPARED
+        if not _agree(results.get(name), recorded.get(name), tolerance)
     ]
+
+
+def _agree(value: float | None, recorded: float | None, tolerance: float) -> bool:
+    if value is None or recorded is None:
+        return value is recorded
+    # A step that was skipped for a gradient that is not a number repeats when it is none again.
+    if math.isnan(value) or math.isnan(recorded):
+        return math.isnan(value) and math.isnan(recorded)
+    return math.isclose(value, recorded, rel_tol=tolerance, abs_tol=tolerance)

@@ -92,7 +92,7 @@ def test_bundle_names_mesh_versions_and_the_callers_facts(bundle):
 
 def damaged(bundle, tmp_path, *, checkpoint=None, manifest=None):
     """A copy of the bundle; `checkpoint` changes its folder, `manifest` its facts (the hash follows)."""
-    import hashlib
+    from miles.data.replay_marker import seal
 
     folder = tmp_path / "step_7"
     shutil.copytree(bundle[0], folder)
@@ -100,13 +100,11 @@ def damaged(bundle, tmp_path, *, checkpoint=None, manifest=None):
     if checkpoint is not None:
         checkpoint(tmp_path / "step_7.checkpoint")
     if manifest is not None:
-        path, marker = folder / "manifest.json", folder / "COMPLETE"
+        path = folder / "manifest.json"
         facts = json.loads(path.read_text())
         manifest(facts)
         path.write_text(json.dumps(facts))
-        listed = json.loads(marker.read_text())
-        listed["sha256"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        marker.write_text(json.dumps(listed))
+        seal(folder)
     return folder
 
 
@@ -127,7 +125,11 @@ def flip(folder):
         ({"manifest": other_torch}, r"versions\.torch is '.*' here but '2\.1\.0' in the bundle; use --mode close"),
         ({"manifest": lambda facts: facts.pop("checkpoint")}, r"manifest\.json: has no 'checkpoint'"),
         ({"checkpoint": shutil.rmtree}, r"checkpoint: the state before .* missing"),
-        ({"checkpoint": flip}, r"state before the step cannot be read: .*rank_0.*safetensors.*copy step_7\.checkpoint"),
+        (
+            {"checkpoint": flip},
+            r"^the state before the step cannot be read: \S*rank_0\S*safetensors: expected sha256 \w+, got \w+; the file "
+            r"was changed; to replay, copy step_7\.checkpoint beside the bundle again from its source$",
+        ),
     ],
     ids=["another torch", "no checkpoint named", "checkpoint missing", "checkpoint damaged"],
 )
@@ -137,6 +139,81 @@ def test_what_keeps_a_step_from_being_replayed_is_named(change, message, bundle,
     folder = damaged(bundle, tmp_path, **change)
     with pytest.raises(ReplayError, match="(?s)" + message):
         ranks(replay(toolbox, model_dir, folder, dp=2), 2)
+
+
+def record_diverged(toolbox, model_dir, root, nonfinite, dp=1):
+    """Step 1, whose gradient overflows after a step with an absurd learning rate; returns the metrics or the error."""
+
+    def body(rank, world, port):
+        from miles.algos.config import AlgoConfig
+        from miles.train.errors import TrainError
+        from miles.train.replay import record_step
+
+        backend = toolbox.backend(model_dir, rank, world, port, dp=dp, lr=1e30, algo=AlgoConfig(nonfinite=nonfinite))
+        batch = toolbox.batch(toolbox.samples(), dp=dp).for_rank(rank)
+        backend.step(batch)
+        try:
+            return record_step(backend, batch, root, step=1, manifest={})
+        except TrainError as error:
+            return str(error)
+
+    return body
+
+
+def replay_diverged(toolbox, model_dir, folder, nonfinite, mode="bit", **parallel):
+    from miles.algos.config import AlgoConfig
+
+    return replay(toolbox, model_dir, folder, mode, algo=AlgoConfig(nonfinite=nonfinite), lr=1e30, **parallel)
+
+
+def test_a_skipped_step_without_a_finite_gradient_norm_is_reproduced(ranks, toolbox, model_dir, tmp_path):
+    metrics = ranks(record_diverged(toolbox, model_dir, tmp_path, "skip_step"), 1)[0]
+    assert metrics["train/step_skipped"] == 1.0
+    assert np.isnan(metrics["train/grad_norm"])
+    for mode in ("bit", "close"):
+        report = ranks(replay_diverged(toolbox, model_dir, tmp_path / "step_1", "skip_step", mode), 1)[0]
+        assert report.reproduced, report.differences
+
+
+def test_a_failed_step_is_recorded_whole_and_its_failure_reproduced(ranks, toolbox, model_dir, tmp_path):
+    from miles.data.replay import load_bundle
+
+    failures = ranks(record_diverged(toolbox, model_dir, tmp_path, "raise", dp=2), 2)
+    assert "gradient of step 1 is not finite" in failures[0]
+    bundle = load_bundle(tmp_path / "step_1")
+    assert bundle.failure is not None
+    assert (bundle.failure.kind, bundle.failure.text) == ("TrainError", failures[bundle.failure.rank])
+    assert bundle.ranks[1].sha256_before
+    assert not bundle.ranks[1].results
+    for mode, dp in (("bit", 2), ("close", 1)):
+        for report in ranks(replay_diverged(toolbox, model_dir, tmp_path / "step_1", "raise", mode, dp=dp), dp):
+            assert report.reproduced, report.differences
+            assert report.failure.text == failures[0]
+    # What goes on here instead of failing is another step.
+    for report in ranks(replay_diverged(toolbox, model_dir, tmp_path / "step_1", "skip_step", dp=2), 2):
+        assert report.differences == (f"failure: none, recorded {bundle.failure}",)
+
+
+def test_another_failure_is_a_difference_where_it_was_recorded():
+    from miles.data.replay import StepFailure
+    from miles.train.replay import _failure_differences
+
+    recorded = StepFailure(1, "NonFiniteError", "sample 'a'")
+    other = StepFailure(1, "NonFiniteError", "sample 'b'")
+    elsewhere = StepFailure(0, "NonFiniteError", "sample 'c'")
+    assert _failure_differences(other, recorded, 1, "bit")
+    assert not _failure_differences(other, recorded, 1, "close")
+    assert not _failure_differences(elsewhere, recorded, 0, "bit")
+    assert _failure_differences(StepFailure(1, "KeyError", "sample 'a'"), recorded, 1, "close")
+
+
+def test_a_missing_result_is_not_a_result_without_a_number():
+    from miles.train.replay import _result_differences
+
+    name = "train/grad_norm"
+    assert not _result_differences({name: np.nan}, {name: np.nan}, "bit", "fp32")
+    assert _result_differences({name: np.nan}, {}, "bit", "fp32") == ["train/grad_norm: nan, recorded None"]
+    assert _result_differences({name: 1.0}, {name: np.nan}, "close", "fp32")
 
 
 def test_another_random_state_is_a_difference(bundle, ranks, toolbox, model_dir, monkeypatch):
