@@ -9,7 +9,7 @@ from pathlib import Path
 from ci.errors import UsageError
 from ci.run import results
 from ci.run.rerun import RERUN_PREFIX
-from ci.run.results import RESULTS_NAME, FailureRecord, ShardResults, TestResult
+from ci.run.results import RESULTS_NAME, FailureRecord, Provisional, ShardResults, TestResult
 
 SLOWEST = 5
 
@@ -70,6 +70,7 @@ def summary(shards: Sequence[ShardResults], *, slowest: int = SLOWEST) -> str:
         lines.extend(f"note: {note}" for note in shard.notes)
         if shard.status == "running":
             lines.append(f"UNFINISHED   {shard.info.suite} shard {shard.info.shard}: {results.DIED}")
+            lines.extend(_provisional_line(each) for each in shard.provisional.values())
     by_time = sorted(tests, key=lambda test: (-test.wall_s, test.unit))[:slowest]
     if slowest != SLOWEST:
         lines.extend(f"{test.wall_s:8.1f} s  {test.unit}" for test in by_time)
@@ -97,6 +98,12 @@ def _after_repetition(test: TestResult) -> str:
     if results.PASSED in test.reruns:
         return f"; {results.THEN_PASSED}: repetition {test.reruns.index(results.PASSED) + 1} passed"
     return f"; failed in {len(test.reruns)} repetition(s) too" if test.reruns else ""
+
+
+def _provisional_line(seen: Provisional) -> str:
+    told = ", ".join(f"{count} {name}" for name, count in seen.counts.items() if count) or "no test"
+    first = next((f"; {failure.node}: {failure.type}: {failure.message}" for failure in seen.failures), "")
+    return f"PROVISIONAL  {seen.unit}: {told}, not judged{first.splitlines()[0] if first else ''}"
 
 
 def _lines_of(test: TestResult) -> list[str]:

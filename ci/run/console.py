@@ -5,6 +5,7 @@ Inside GitHub Actions `::group::` and `::stop-commands::`; elsewhere plain marke
 
 from __future__ import annotations
 
+import errno
 import secrets
 import sys
 import threading
@@ -74,8 +75,10 @@ class Console:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except BrokenPipeError:
-            # Whoever read us is gone; the results file still gets everything, and the exit code is that of the tests.
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            # Whoever read us (or the terminal) is gone; the results file still gets everything, and the exit code is that of the tests.
             drop_output(self._stream)
         except ValueError:
             pass  # closed

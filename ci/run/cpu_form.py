@@ -13,6 +13,7 @@ from ci.run.devices import with_visibility
 from ci.run.evidence import Item
 from ci.run.gates import GateKeeper
 from ci.run.outcome import AGAIN, ALONE, Judgement, ProcessEvidence, odd_exit, second_chance, seen_failing
+from ci.run.progress import Progress
 from ci.run.shard import ShardRun, attempt_record, finish, not_run
 from ci.run.slots import Lease, LeaseManager, Request, lease_environment
 from ci.run.unit import MIN_TIMEOUT_S, TIMEOUT_FACTOR, RunUnit, start_order
@@ -134,6 +135,13 @@ class _CpuForm:
         env = pytest_process.environment(base, job.root, files, extra, gpu=False)
         title = f"{name}: {len(units)} file(s)" if len(units) > 1 else units[0].id
         follower = self._shard.console.follow(title + (f" (attempt {attempt})" if attempt > 1 else ""), files.log)
+        progress = Progress(self._shard, units, files.events) if shared else None
+
+        def on_tick() -> None:
+            follower.tick()
+            if progress is not None:
+                progress.tick()
+
         try:
             process = pytest_process.run(
                 units,
@@ -144,7 +152,7 @@ class _CpuForm:
                 workers=job.workers if shared else None,
                 private_fds=self._lease.fds,
                 cancel=self._shard.cancel,
-                on_tick=follower.tick,
+                on_tick=on_tick,
             )
         finally:
             follower.close()

@@ -117,20 +117,35 @@ class JUnitCounts:
         return found
 
 
+class EventReader:
+    """Reads the plugin's file in pieces, as it grows. A last line without its end is left for the next time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self._observed = Observed()
+
+    def read(self) -> Observed:
+        """Everything up to now; the same object each time."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return self._observed
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            _apply(self._observed, event)
+        return self._observed
+
+
 def read_events(path: Path) -> Observed:
     """Read the plugin's file. A last line cut short (the process was killed while writing) is left out."""
-    observed = Observed()
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return observed
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        _apply(observed, event)
-    return observed
+    return EventReader(path).read()
 
 
 def _apply(observed: Observed, event: dict[str, Any]) -> None:

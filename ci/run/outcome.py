@@ -79,7 +79,7 @@ def judge(
 ) -> Judgement:
     """The outcome of one unit in this process, before retries, gates and tolerance are considered."""
     evidence = process.observed.files.get(unit.path, FileEvidence())
-    early = _of_process(process, complete=_complete(evidence))
+    early = _of_process(process, complete=complete(evidence))
     if early is not None:
         return early
     judgement = _of_file(unit, evidence, process, dark)
@@ -94,7 +94,7 @@ def judge(
     return Judgement(judgement.outcome, judgement.message, cause)
 
 
-def _complete(evidence: FileEvidence) -> bool:
+def complete(evidence: FileEvidence) -> bool:
     """Every test of the file has reported its result (or the file as a whole has)."""
     whole = bool(evidence.items or evidence.collection_failures or evidence.skipped_whole is not None)
     return whole and all(item.outcome is not None for item in evidence.items.values())
@@ -124,11 +124,11 @@ def _infra(name: str, action: str, message: str) -> Judgement:
 def _of_file(unit: RunUnit, evidence: FileEvidence, process: ProcessEvidence, dark: Sequence[DarkTest]) -> Judgement:
     ended, counts, failures = process.ended, evidence.counts(), evidence.failures()
     unfinished = [item.node for item in evidence.items.values() if item.outcome is None]
-    complete = _complete(evidence)
-    if not complete and ended.reason == "cancelled":
+    over = complete(evidence)
+    if not over and ended.reason == "cancelled":
         return Judgement(results.CANCELLED, "the run was cancelled")
     to_blame = len(process.observed.files) <= 1 or bool(_last_place(unit, process.observed))
-    if not complete and ended.reason == "timeout" and (to_blame or not failures):
+    if not over and ended.reason == "timeout" and (to_blame or not failures):
         return _timed_out(evidence, unfinished, ended)
     if failures:
         broken = _breakdown(unit, process) if to_blame else None
@@ -215,13 +215,13 @@ def second_chance(unit: RunUnit, process: ProcessEvidence) -> str | None:
     failures = evidence.failures()
     if failures and _blamed_unstarted(evidence):
         return ALONE
-    if failures and (process.stopped or _complete(evidence) or any(failure.kind == CRASH for failure in failures)):
+    if failures and (process.stopped or complete(evidence) or any(failure.kind == CRASH for failure in failures)):
         return None
     if unit.path in observed.importing.values():
         return None if late else ALONE
     if any(item.started and item.outcome is None for item in evidence.items.values()):
         return None if late else ALONE
-    return AGAIN if process.died or not _complete(evidence) else None
+    return AGAIN if process.died or not complete(evidence) else None
 
 
 def seen_failing(unit: RunUnit, process: ProcessEvidence) -> list[Item]:

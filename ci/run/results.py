@@ -125,6 +125,16 @@ class TestResult:
 
 
 @dataclass(frozen=True)
+class Provisional:
+    """A file all of whose tests have reported while its process still runs. Not judged, so never a result."""
+
+    unit: str
+    path: str
+    counts: Mapping[str, int]
+    failures: tuple[FailureRecord, ...] = ()
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """Where and for what this shard ran. Times are UTC seconds since the epoch."""
 
@@ -146,7 +156,7 @@ class RunInfo:
 
 @dataclass
 class ShardResults:
-    """Everything known about the shard so far."""
+    """Everything known about the shard so far. `provisional`: by unit, only while the shard runs."""
 
     info: RunInfo
     tests: list[TestResult] = field(default_factory=list)
@@ -154,6 +164,7 @@ class ShardResults:
     status: str = "running"
     notes: list[str] = field(default_factory=list)
     ended_at: float | None = None
+    provisional: dict[str, Provisional] = field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
         counts = dict.fromkeys(OUTCOMES, 0)
@@ -180,6 +191,7 @@ class ShardResults:
             "counts": self.counts(),
             "notes": list(self.notes),
             "tests": [asdict(test) for test in sorted(self.tests, key=lambda test: test.unit)],
+            "provisional": [asdict(self.provisional[unit]) for unit in sorted(self.provisional)],
         }
 
     def observed_json(self) -> dict[str, Any]:
@@ -226,7 +238,8 @@ def read_results(path: Path) -> ShardResults:
         run = dict(data["run"])
         ended_at = run.pop("ended_at")
         tests = [_test(entry) for entry in data["tests"]]
-        return ShardResults(RunInfo(**run), tests, data["devices"], data["status"], data["notes"], ended_at)
+        reported = {entry["unit"]: _provisional(entry) for entry in data.get("provisional", [])}
+        return ShardResults(RunInfo(**run), tests, data["devices"], data["status"], data["notes"], ended_at, reported)
     except (KeyError, TypeError, ValueError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError(f"{path}: damaged results file: {why}; run the shard again") from error
@@ -249,6 +262,10 @@ def _attempt(entry: Mapping[str, Any]) -> Attempt:
     for name in ("leaked", "devices"):
         fields[name] = tuple(fields[name])
     return Attempt(**fields)
+
+
+def _provisional(entry: Mapping[str, Any]) -> Provisional:
+    return Provisional(**{**entry, "failures": tuple(FailureRecord(**failure) for failure in entry["failures"])})
 
 
 def exit_code_of(shards: Iterable[ShardResults]) -> int:

@@ -1,18 +1,18 @@
 """Runs one shard from start to finish: the entry of `ci.run`.
 
-`run_plan` installs handlers for SIGINT and SIGTERM, chooses the CPU or GPU form, and leaves `results.json` and
+`run_plan` installs handlers for SIGINT, SIGTERM and SIGHUP, chooses the CPU or GPU form, and leaves `results.json` and
 `observed.json` behind whatever happens. It returns the results; the exit code is `results.exit_code()`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from types import FrameType
 
 from ci.history.store import HistoryStore
@@ -51,7 +51,7 @@ def run_plan(
         message = f"{unit.path} does not exist in this checkout, although the plan names it"
         shard.console.line(f"{unit.id}: {message}")
         shard.add(results.TestResult(unit.id, unit.path, results.ERROR, message=message))
-    with _cancel_on_signal(shard.cancel):
+    with cancel_on_signal(shard.cancel):
         try:
             if sound and job.info.backend == "cpu":
                 cpu_form.run(shard, keeper)
@@ -78,21 +78,27 @@ def _complete(shard: ShardRun, keeper: GateKeeper) -> None:
     keeper.close()
     record.status = "interrupted" if shard.cancel.is_set() else "complete"
     record.ended_at = time.time()
+    record.provisional.clear()
     record.write(shard.job.folder)
 
 
-@contextmanager
-def _cancel_on_signal(cancel: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM ask for a cancel; a second one of the same kind acts as usual."""
+@contextlib.contextmanager
+def cancel_on_signal(cancel: threading.Event) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP ask for a cancel; a second one of the same kind acts as usual, except SIGHUP: a
+    terminal that goes away sends several. Under nohup SIGHUP stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]
 
     def ask(number: int, _frame: FrameType | None) -> None:
         cancel.set()
-        signal.signal(number, before[signal.Signals(number)])
-        sys.stderr.write(f"miles-ci: {signal.Signals(number).name} received, ending the tests\n")
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else before[signal.Signals(number)])
+        with contextlib.suppress(OSError, ValueError):
+            # The terminal may be gone.
+            sys.stderr.write(f"miles-ci: {signal.Signals(number).name} received, ending the tests\n")
 
     for number in before:
         signal.signal(number, ask)
@@ -100,4 +106,5 @@ def _cancel_on_signal(cancel: threading.Event) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handler)

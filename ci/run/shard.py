@@ -62,6 +62,13 @@ class ShardRun:
         """Record a finished unit and write the results files again."""
         with self._lock:
             self.record.tests.append(test)
+            self.record.provisional.pop(test.unit, None)
+            self.record.write(self.job.folder)
+
+    def report(self, provisional: Sequence[results.Provisional]) -> None:
+        """Write down what files have reported while their process still runs."""
+        with self._lock:
+            self.record.provisional.update({each.unit: each for each in provisional})
             self.record.write(self.job.folder)
 
     def note(self, text: str) -> None:
@@ -134,13 +141,13 @@ def attempt_record(
         exit_code=process.ended.exit_code,
         signal=process.ended.signal,
         counts=evidence.counts(),
-        failures=tuple(_failure_record(failure) for failure in evidence.failures()),
+        failures=tuple(failure_record(failure) for failure in evidence.failures()),
         leaked=() if shared else tuple(f"pid {left.pid}: {left.command}" for left in process.ended.leaked),
         max_rss_mib=process.ended.max_rss_mib,
     )
 
 
-def _failure_record(failure: Failure) -> results.FailureRecord:
+def failure_record(failure: Failure) -> results.FailureRecord:
     inside = [frame for frame in failure.frames if frame.in_repository]
     place = f"{inside[-1].file}:{inside[-1].function}:{inside[-1].line}" if inside else ""
     return results.FailureRecord(failure.node, failure.kind, failure.message, failure.signature, place)

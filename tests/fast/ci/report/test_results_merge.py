@@ -16,7 +16,7 @@ from ci.plan.model import Plan, Shard, SuitePlan, Unit
 from ci.report import junit, merge, untrusted
 from ci.report.results import by_signature, load_all, summary
 from ci.run import results
-from ci.run.results import Attempt, FailureRecord, GateRecord, RunInfo, ShardResults, TestResult
+from ci.run.results import Attempt, FailureRecord, GateRecord, Provisional, RunInfo, ShardResults, TestResult
 
 SUITE = "stage-a-cpu"
 
@@ -181,6 +181,7 @@ def test_results_survive_writing_and_reading(tmp_path):
         only=("n",),
     )  # fmt: skip
     shard = shard_of(PLAN, 1, [test])
+    shard.provisional["b"] = Provisional("b", "tests/fast/test_b.py", {"failed": 1}, (failure,))
     shard.write(tmp_path)
     assert results.read_results(tmp_path / "results.json") == shard
 

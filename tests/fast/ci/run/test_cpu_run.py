@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from ci.run import process_tree
+from ci.run import process_tree, runner
 from tests.fast.ci.helpers.lean import EVERY_PLUGIN
 
 
@@ -365,6 +366,73 @@ def test_running_runner_owns_its_results_and_a_killed_one_is_never_taken_for_gre
     assert "UNFINISHED   stage-a-cpu shard 1/1: the runner died before it finished" in shown.stdout
     # The locks of the dead runner are free again.
     assert repository.run("--suite", "stage-a-cpu", "--file", "tests/fast/test_done.py").code == 0
+
+
+def test_file_that_had_finished_in_the_shared_process_of_a_killed_runner_is_shown_and_never_green(repository):
+    repository.file("test_bad.py", "def test_a(): assert 1 == 2\n")
+    repository.file("test_good.py", "def test_a(): assert True\n")
+    repository.file("test_sleeps.py", "import time\ndef test_a():\n    time.sleep(60)\n    assert True\n")
+    process = repository.start("--suite", "stage-a-cpu")
+    results = {}
+
+    def reported() -> bool:
+        for path in (repository.root / "out").glob("*/results.json"):
+            results.update(json.loads(path.read_text()))
+        return len(results.get("provisional", ())) == 2
+
+    try:
+        until(reported)
+    finally:
+        process.kill()
+        process.wait()
+    assert (results["status"], results["exit_code"], results["tests"]) == ("running", 3, [])
+    shown = subprocess.run(
+        repository.command("results", "show", "out"), cwd=repository.root, env=repository.environment(),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert shown.returncode == 3
+    assert "PROVISIONAL  tests/fast/test_good.py: 1 passed, not judged\n" in shown.stdout
+    bad = "PROVISIONAL  tests/fast/test_bad.py: 1 failed, not judged; tests/fast/test_bad.py::test_a: AssertionError: "
+    assert bad in shown.stdout
+    assert "test_sleeps" not in shown.stdout
+    assert "0 file(s), 0 test(s): nothing ran" in shown.stdout
+
+
+def test_terminal_that_goes_away_cancels_the_run(repository):
+    repository.file("test_done.py", "def test_a(): assert True\n")
+    repository.file("test_sleeps.py", """
+        import pathlib, time
+        from ci.declare import register_cpu_ci
+        register_cpu_ci(est_time=5, suite="stage-a-cpu", serial=True)
+        def test_a():
+            pathlib.Path(__file__).with_suffix(".mark").write_text("")
+            time.sleep(60)
+            assert True
+    """)  # fmt: skip
+    mark = repository.root / "tests/fast/test_sleeps.mark"
+    process = repository.start("--suite", "stage-a-cpu")
+    until(mark.exists)
+    for _ in range(2):  # the kernel sends one, and the shell another
+        os.kill(process.pid, signal.SIGHUP)
+        time.sleep(0.1)
+    assert process.wait(timeout=20) == 130
+    (path,) = (repository.root / "out").glob("*/results.json")
+    data = json.loads(path.read_text())
+    outcomes = {Path(test["path"]).name: test["outcome"] for test in data["tests"]}
+    assert (data["status"], data["provisional"]) == ("interrupted", [])
+    assert outcomes == {"test_done.py": "passed", "test_sleeps.py": "cancelled"}
+
+
+def test_hangup_that_is_ignored_under_nohup_stays_ignored():
+    cancel = threading.Event()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with runner.cancel_on_signal(cancel):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not cancel.is_set()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def until(condition, limit_s: float = 40.0) -> None:

@@ -242,6 +242,19 @@ def test_event_line_cut_short_by_a_kill_is_left_out(tmp_path):
     assert evidence.read_events(tmp_path / "absent").files == {}
 
 
+def test_growing_events_are_read_piece_by_piece_and_each_line_once(tmp_path):
+    path = tmp_path / "events.jsonl"
+    reader = evidence.EventReader(path)
+    assert reader.read().files == {}
+    line = json.dumps(phase("test_a")) + "\n"
+    path.write_text(line[:20])
+    assert reader.read().files == {}
+    path.write_text(line + line[:20])
+    item = reader.read().files[PATH].items[f"{PATH}::test_a"]
+    assert (item.outcome, item.seconds) == ("passed", 0.1)
+    assert reader.read().files[PATH].items[f"{PATH}::test_a"].seconds == 0.1
+
+
 def test_parts_of_a_split_file_are_given_to_pytest_by_node_and_by_exclusion(tmp_path):
     files = pytest_process.Files.below(tmp_path, "x", 1)
     named = RunUnit(f"{PATH}#2/2", PATH, 1.0, 60.0, nodes=(f"{PATH}::test_b",))
