@@ -5,6 +5,7 @@ Torch is imported by the commands, not here.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 
 convert_app = typer.Typer(name="convert", help="Convert checkpoints between number formats.", no_args_is_help=True)
 
@@ -61,13 +62,29 @@ ErrorOpt = Annotated[ErrorSum, typer.Option("--error-mode", help="How a block's 
 DecodeOpt = Annotated[Decode, typer.Option("--decode", help="Which decode the contract promises.")]
 
 
+class _Terminated(BaseException):
+    """SIGTERM came; like KeyboardInterrupt no error, so that nothing but the clean-up catches it."""
+
+
+def _terminated(signal_number: int, frame: object) -> None:
+    raise _Terminated
+
+
 def _run(convert: Callable[[], dict], target: Path) -> None:
-    """Convert and say what was done; Ctrl-C says how to go on."""
+    """Convert and say what was done; Ctrl-C and SIGTERM clean up and say how to go on."""
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         report = convert()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _Terminated) as stop:
         typer.echo("interrupted; finished shards are kept: run the same command with --resume", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(TERMINATED if isinstance(stop, _Terminated) else INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if report.get("already_complete"):
+        typer.echo(f"{target}: already complete, every shard is as it was written")
+        return
+    if folders := report.get("folders_not_copied"):
+        typer.echo(f"not copied, folders of the source: {', '.join(folders)}", err=True)
     totals = report["totals"]
     lost = f"largest error {totals['max_abs_error']:.3g}"
     if totals["lossy_tiles"] is not None:

@@ -18,8 +18,8 @@ from miles.config.files import storage_error, write_atomic
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.quant import contract as contracts
 from miles.quant.contract import DIGEST_KEY, QuantContract, nvfp4_contract
+from miles.quant.convert.journal import COMPLETE
 from miles.quant.convert.planning import compact_excludes, producer
-from miles.quant.convert.run import COMPLETE
 from miles.quant.convert.shards import DTYPES, ShardWriter, TensorSpec
 from miles.quant.convert.to_nvfp4 import nvfp4_quantization_config
 from miles.quant.errors import ConversionError

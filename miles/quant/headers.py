@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from miles.models.hf_files import is_shard_name
 from miles.models.safetensors_header import DAMAGED, Header, read_header
@@ -24,11 +25,21 @@ def read_json(path: Path) -> dict:
         values = json.loads(path.read_text())
     except OSError as error:
         raise ConversionError(f"{path}: cannot be read: {error.strerror}; give a file that exists") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConversionError(f"{path}: not JSON: {error}; {DAMAGED}") from None
     if not isinstance(values, dict):
         raise ConversionError(f"{path}: holds a {type(values).__name__}, a JSON object is needed; {DAMAGED}")
     return values
+
+
+def quantization_of(config: Mapping[str, Any], path: Path) -> dict:
+    """`quantization_config` of a config.json, empty where there is none; ConversionError when it is no object."""
+    value = config.get("quantization_config")
+    if value is not None and not isinstance(value, dict):
+        raise ConversionError(
+            f"{path}: quantization_config is a {type(value).__name__}, a JSON object is needed; {DAMAGED}"
+        )
+    return value or {}
 
 
 def shard_names(directory: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -42,7 +53,7 @@ def shard_names(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     # A conversion writes shards of these names: one that leads elsewhere would overwrite the source.
     if strange := sorted(shard for shard in set(weight_map.values()) if not is_shard_name(shard)):
         raise ConversionError(
-            f"{index}: weight_map names {ascii(strange[0])}, which is not the plain name of a *.safetensors file in this "
+            f"{index}: weight_map names {strange[0]!a}, which is not the plain name of a *.safetensors file in this "
             f"folder; {DAMAGED}"
         )
     return sorted(set(weight_map.values())), weight_map
@@ -58,12 +69,23 @@ def read_headers(directory: Path) -> dict[str, Header]:
             raise ConversionError(f"{directory / shard}: named in {INDEX} but missing; {DAMAGED}")
         headers[shard] = read_header(directory / shard, error=ConversionError)
         for tensor in headers[shard].tensors:
+            if not _is_text(tensor):
+                raise ConversionError(f"{directory / shard}: tensor name {tensor!a} is not text; {DAMAGED}")
             if tensor in places:
                 raise ConversionError(f"{directory / shard}: {tensor} is also in {places[tensor]}; keep one of them")
             places[tensor] = shard
     if weight_map is not None and (lost := sorted(n for n, s in weight_map.items() if places.get(n) != s)):
         raise ConversionError(f"{directory / INDEX}: not in the shard it names: {', '.join(lost[:5])}; {DAMAGED}")
     return headers
+
+
+def _is_text(name: str) -> bool:
+    """Half a surrogate pair passes as JSON and can be neither written nor hashed."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def quantised_weights(headers: Mapping[str, Header]) -> list[str]:

@@ -65,6 +65,11 @@ def stored_names(name: str) -> tuple[str, str, str]:
     return name, name + "_scale", name + "_scale_2"
 
 
+def input_scale_name(name: str) -> str:
+    """Name of the scale of a weight's activations, beside `stored_names`."""
+    return name[: -len("weight")] + "input_scale" if name.endswith(".weight") else name + "_input_scale"
+
+
 def pack_named(
     named: Iterable[tuple[str, torch.Tensor]], config: NVFP4QDQConfig, *, scope: Scope | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -106,7 +106,8 @@ def decoder_layer(name: str, num_layers: int) -> int | None:
 
 def decoder_layer_count(config: Mapping[str, Any]) -> int:
     """`num_hidden_layers` of the text model in a config.json; MTP layers are not counted."""
-    count = config.get("num_hidden_layers", (config.get("text_config") or {}).get("num_hidden_layers"))
+    text = config.get("text_config")
+    count = config.get("num_hidden_layers", text.get("num_hidden_layers") if isinstance(text, dict) else None)
     if not isinstance(count, int):
         raise ValueError("config.json has no num_hidden_layers, which first and last bf16 layers need")
     return count

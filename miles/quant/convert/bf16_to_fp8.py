@@ -11,6 +11,7 @@ import torch
 
 from miles.quant.codecs import fp8_block
 from miles.quant.contract import QuantContract, scope_digest
+from miles.quant.convert.leftovers import quantised_left
 from miles.quant.convert.planning import compact_excludes, ignore_of, keep, producer, refuse
 from miles.quant.convert.run import Done, Item, Plan, TensorReport, execute
 from miles.quant.convert.shards import Source, TensorSpec
@@ -54,11 +55,20 @@ def _chosen(source: Source, scope: Fp8Scope, ignore: Ignore) -> list[str]:
         if (name in routed if scope == "experts" else is_linear_weight(name) and not ignore.matches(name))
         and len(stored.spec.shape) == 2
     ]
-    faults = [
-        f"{name}: dtype {source.tensors[name].spec.dtype}, bf16-to-fp8 reads {', '.join(FLOATS)}"
-        for name in names
-        if source.tensors[name].spec.dtype not in FLOATS
-    ]
+    faults = []
+    for name in names:
+        spec = source.tensors[name].spec
+        if spec.dtype not in FLOATS:
+            faults.append(f"{name}: dtype {spec.dtype}, bf16-to-fp8 reads {', '.join(FLOATS)}")
+        elif 0 in spec.shape:
+            faults.append(f"{name}: shape {list(spec.shape)} has no elements")
+    chosen = set(names)
+    faults += quantised_left(
+        source,
+        (n for n in source.tensors if n not in chosen),
+        reads=f"bf16-to-fp8 reads {', '.join(FLOATS)}; for a quantised checkpoint use `miles convert requantise`",
+        written={f"{n}_scale_inv" for n in names},
+    )
     if not names:
         faults.append(f"no 2-D weight in scope {scope}")
     refuse(source, faults)

@@ -17,12 +17,15 @@ from miles.kernels.formats import e2m1_decode, e4m3_decode, e8m0_decode, unpack_
 from miles.kernels.mxfp4_to_fp8 import reference
 from miles.kernels.mxfp4_to_fp8.reference import BLOCK, TILE, Converted
 from miles.quant.contract import QuantContract, scope_digest
+from miles.quant.convert.fp8_to_mxfp8 import scale_fault
+from miles.quant.convert.leftovers import quantised_left
 from miles.quant.convert.planning import LISTED, keep, producer, refuse
 from miles.quant.convert.run import Done, Item, Plan, TensorReport, execute
 from miles.quant.convert.shards import Source, TensorSpec
 from miles.quant.errors import ConversionError
 
 OnLoss = Literal["fail", "mxfp8", "report"]
+READS = "mxfp4-to-fp8 reads FP4 `*.weight` with an e8m0 scale, and keeps FP8 with power-of-two 128x128 scales"
 SCALE_SUFFIXES = ("scale", "weight_scale", "weight_scale_inv")
 _MXFP8_CODES = torch.tensor([0x00, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C], dtype=torch.uint8)  # E4M3 of 0 .. 6
 
@@ -41,8 +44,8 @@ class Weight:
         return -(-self.rows // TILE), -(-self.cols // TILE)
 
 
-def scan_headers(source: Source) -> list[Weight]:
-    """FP4 weights with their scales; ConversionError lists every fault found in the headers."""
+def scan_headers(source: Source) -> tuple[list[Weight], list[str]]:
+    """FP4 weights with their scales, and every fault found in the headers."""
     weights, faults, used = [], [], set()
     for name, stored in source.tensors.items():
         spec = stored.spec
@@ -50,11 +53,11 @@ def scan_headers(source: Source) -> list[Weight]:
             continue
         stem = name[: -len("weight")]
         scales = [stem + s for s in SCALE_SUFFIXES if stem + s in source.tensors]
+        used.update((name, *scales))
         if len(scales) != 1:
             faults.append(f"{name}: needs exactly one scale ({', '.join(SCALE_SUFFIXES)}), found {scales or 'none'}")
             continue
         scale = source.tensors[scales[0]].spec
-        used.add(scales[0])
         if len(spec.shape) != 2 or spec.shape[1] % (BLOCK // 2) or 0 in spec.shape:
             faults.append(f"{name}: shape {list(spec.shape)} is not [out, in/2] with in a multiple of {BLOCK}")
         elif scale.dtype not in ("U8", "F8_E8M0"):
@@ -69,20 +72,40 @@ def scan_headers(source: Source) -> list[Weight]:
         owner = next((name[: -len(s)] + "weight" for s in SCALE_SUFFIXES if name.endswith("." + s)), None)
         if owner is not None and owner not in source.tensors:
             faults.append(f"{name}: stray scale, {owner} is not in the checkpoint")
-    if not faults and not weights:
+            used.add(name)
+    fitting, wrong = _fp8_that_fits(source)
+    faults += wrong
+    used |= fitting
+    faults += quantised_left(source, (n for n in source.tensors if n not in used), reads=READS)
+    if not any(t.spec.dtype in ("U8", "I8") and n.endswith(".weight") for n, t in source.tensors.items()):
         faults.append("no FP4 weight (U8 or I8 `*.weight` with an e8m0 scale)")
-    refuse(source, faults)
-    return weights
+    return weights, faults
+
+
+def _fp8_that_fits(source: Source) -> tuple[set[str], list[str]]:
+    """FP8 weights in the result's own format, kept beside the converted ones, and their scales; faults of those scales."""
+    names, faults = set(), []
+    for name, stored in source.tensors.items():
+        if stored.spec.dtype != "F8_E4M3" or not name.endswith(".weight") or len(stored.spec.shape) != 2:
+            continue
+        scales = [n for s in SCALE_SUFFIXES if (n := name[: -len("weight")] + s) in source.tensors]
+        grid = tuple(-(-size // TILE) for size in stored.spec.shape)
+        got = source.tensors[scales[0]].spec if len(scales) == 1 else stored.spec
+        if got.shape == grid and got.dtype in ("U8", "F8_E8M0", "F32"):
+            names.update((name, *scales))
+            if (fault := scale_fault(source.load(scales[0]), scales[0])) is not None:
+                faults.append(fault)
+    return names, faults
 
 
 def lossy_tiles(source: Source, weight: Weight) -> list[tuple[int, int, int, int]]:
-    """(tile row, tile column, max k, lossy elements) of each tile that would round. Reads the weight only if needed."""
+    """(tile row, tile column, max k, lossy elements) of each tile that would round. Reads the weight only if needed.
+
+    ValueError names a scale that is no number.
+    """
     scale = source.load(weight.scale).view(torch.uint8)
     everywhere = torch.ones(scale.shape, dtype=torch.bool)
-    try:
-        _, worst = reference.tile_codes(scale, everywhere)
-    except ValueError as error:
-        raise ConversionError(f"{weight.scale}: {error}") from error
+    _, worst = reference.tile_codes(scale, everywhere)
     # c_max over occupied blocks is at most that over all blocks, so k is at most `worst` where all blocks count.
     if int(worst.max()) <= 14:
         return []
@@ -115,7 +138,9 @@ def check_device(device: str) -> None:
         kind = torch.device(device)
     except RuntimeError:
         raise ConversionError(f"--device {device}: no such device; use cpu or cuda") from None
-    if kind.type != "cpu" and (kind.type != "cuda" or (kind.index or 0) >= torch.cuda.device_count()):
+    if kind.type not in ("cpu", "cuda"):
+        raise ConversionError(f"--device {device}: conversions run on cpu or cuda only; use cpu or cuda")
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
         raise ConversionError(
             f"--device {device}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu (same bytes)"
         )
@@ -178,8 +203,15 @@ def _refuse_loss(lossy: dict[str, list[tuple[int, int, int, int]]]) -> None:
 
 def plan(source: Source, *, on_loss: OnLoss, device: str = "cpu") -> Plan:
     """Scan, decide, and lay out the output; raises before anything is written."""
-    weights = scan_headers(source)
-    lossy = {w.name: tiles for w in weights if (tiles := lossy_tiles(source, w))}
+    weights, faults = scan_headers(source)
+    lossy = {}
+    for w in weights:
+        try:
+            if tiles := lossy_tiles(source, w):
+                lossy[w.name] = tiles
+        except ValueError as error:
+            faults.append(f"{w.scale}: {error}")
+    refuse(source, faults)
     if lossy and on_loss == "fail":
         _refuse_loss(lossy)
     exact = set(lossy) if on_loss == "mxfp8" else set()
@@ -200,13 +232,15 @@ def plan(source: Source, *, on_loss: OnLoss, device: str = "cpu") -> Plan:
         lossless=not lossy or on_loss == "mxfp8",
         exceptions=dict.fromkeys(sorted(exact), "mxfp8 1x32"),
     )
-    config = without_expert_dtype(source.config)
+    config = without_expert_dtype({**source.config, "quantization_config": source.quantization})
     config["quantization_config"] = {
-        **config.get("quantization_config", {}),
+        **config["quantization_config"],
         "quant_method": "fp8",
         "fmt": "e4m3",
         "scale_fmt": "ue8m0",
         "weight_block_size": [TILE, TILE],
+        # No common reader knows a mix: it stops at these scales' shape. Ours goes by the contract's exceptions.
+        **({"mxfp8_modules": [name.removesuffix(".weight") for name in sorted(exact)]} if exact else {}),
     }
     return Plan("mxfp4-to-fp8", {"on_loss": on_loss}, items, contract, config)
 

@@ -8,13 +8,11 @@ not is written again.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,14 +20,24 @@ from typing import Any
 
 import torch
 
-from miles.config.files import replacing, storage_error, sync_folder, write_atomic
+from miles.config.files import replacing, sync_folder, write_atomic
 from miles.quant import contract as contracts
 from miles.quant.contract import DIGEST_KEY, QuantContract
+from miles.quant.convert.journal import (
+    COMPLETE,
+    JOURNAL,
+    Journal,
+    check_target,
+    locked,
+    open_journal,
+    saying_how_to_resume,
+)
 from miles.quant.convert.shards import ShardWriter, Source, TensorSpec, as_bytes
+from miles.quant.convert.trained import require_trained_rounding
 from miles.quant.errors import ConversionError
 from miles.quant.headers import INDEX
 
-JOURNAL, REPORT, COMPLETE = "journal.jsonl", "report.json", "COMPLETE"
+REPORT = "report.json"
 OWN_FILES = (INDEX, "config.json", JOURNAL, REPORT, COMPLETE, contracts.FILE)
 
 
@@ -87,87 +95,10 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> str:
     return h.hexdigest()
 
 
-class Journal:
-    """Append-only JSON lines, each flushed to disk: a head that pins input and options, then one line per shard."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: list[dict] = []
-        if path.exists():
-            for line in path.read_bytes().split(b"\n"):
-                try:
-                    self.entries.append(json.loads(line))
-                except ValueError:
-                    break  # the line a crash cut off, and nothing after it
-            self._rewrite()
-
-    def _rewrite(self) -> None:
-        write_atomic(self.path, "".join(json.dumps(e) + "\n" for e in self.entries))
-
-    def append(self, entry: dict) -> None:
-        with open(self.path, "a") as f:
-            f.write(json.dumps(entry) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
-        self.entries.append(entry)
-
-    def shards(self) -> dict[str, dict]:
-        return {e["shard"]: e for e in self.entries if "shard" in e}
-
-
-def check_target(source: Path, target: Path, *, resume: bool) -> None:
-    """Refuses a target that holds something else; asked before a source is read, which may take minutes."""
-    try:
-        if (target / COMPLETE).exists():
-            raise ConversionError(f"{target} is COMPLETE already; choose another directory")
-        if target.exists() and not target.is_dir():
-            raise ConversionError(f"{target} is a file; choose a directory to write")
-        if target.exists() and target.resolve() == source.resolve():
-            raise ConversionError(f"{target} is the source itself; choose another directory")
-        if not resume and target.exists() and any(target.iterdir()):
-            raise ConversionError(f"{target} is not empty; use --resume to continue, or another directory")
-        if resume and target.exists() and any(target.iterdir()) and not (target / JOURNAL).exists():
-            raise ConversionError(
-                f"{target} has no {JOURNAL}: it is no interrupted conversion; choose another directory"
-            )
-    except OSError as error:
-        raise storage_error(target, error) from error
-
-
-def _open_journal(source: Source, target: Path, plan: Plan) -> Journal:
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error(target, error) from error
-    head = {"kind": plan.kind, "input": source.digest, "options": plan.options, "contract": plan.contract.digest()}
-    with _saying_how_to_resume(target):
-        journal = Journal(target / JOURNAL)
-        if not journal.entries:
-            journal.append(head)
-    if journal.entries[0] != head:
-        differing = sorted(k for k in head if journal.entries[0].get(k) != head[k])
-        raise ConversionError(
-            f"{target}: cannot resume, {', '.join(differing)} differ from the run that was interrupted; give the same "
-            "source and options, or another directory"
-        )
-    for left in {*target.glob("*.tmp"), *target.glob(".*.tmp.*")}:
-        left.unlink()
-    return journal
-
-
-@contextlib.contextmanager
-def _saying_how_to_resume(target: Path) -> Iterator[None]:
-    """A full disk or a lost folder becomes an error with place and fix; what is finished stays."""
-    try:
-        yield
-    except OSError as error:
-        place = storage_error(Path(error.filename or target), error)
-        raise ConversionError(f"{place}; finished shards are kept: run again with --resume") from error
-
-
 def _write_shard(source: Source, target: Path, shard: str, items: Sequence[Item], metadata: dict[str, str]) -> dict:
     specs = [spec for item in items for spec in item.outputs]
-    writer = ShardWriter(target / shard, specs, metadata)
+    whole = hashlib.sha256()
+    writer = ShardWriter(target / shard, specs, metadata, written=whole.update)
     reports: list[TensorReport] = []
     hashing = ThreadPoolExecutor(2)
     try:
@@ -196,6 +127,7 @@ def _write_shard(source: Source, target: Path, shard: str, items: Sequence[Item]
     return {
         "shard": shard,
         "bytes": (target / shard).stat().st_size,
+        "sha256": whole.hexdigest(),
         "tensors": [asdict(r) for r in reports],
     }
 
@@ -203,28 +135,40 @@ def _write_shard(source: Source, target: Path, shard: str, items: Sequence[Item]
 def execute(source_dir: Path, target: Path, make_plan: Callable[[Source], Plan], *, resume: bool = False) -> dict:
     """Plan, then write the converted checkpoint to `target`; returns the report. COMPLETE is written last.
 
-    Everything that can be refused from headers, scales and options is refused before anything is written.
+    Everything that can be refused from headers, scales and options is refused before anything is written. With `resume`
+    finished shards are read and compared with the journal; nothing is written where all is done (`already_complete`).
     """
     source_dir, target = Path(source_dir), Path(target)
     check_target(source_dir, target, resume=resume)
     started = time.monotonic()
     source = Source(source_dir)
     plan = make_plan(source)
+    require_trained_rounding(source, plan.kind, plan.contract)
     _refuse_collisions(source, plan)
-    journal = _open_journal(source, target, plan)
+    not_copied = source.folders(without=target)
+    with locked(target):
+        # Another conversion may have begun or ended while this one planned.
+        check_target(source_dir, target, resume=resume)
+        return _write(source, target, plan, started, not_copied)
+
+
+def _write(source: Source, target: Path, plan: Plan, started: float, not_copied: Sequence[str]) -> dict:
+    head = {"kind": plan.kind, "input": source.digest, "options": plan.options, "contract": plan.contract.digest()}
+    journal = open_journal(source, target, head)
     by_shard: dict[str, list[Item]] = {}
     for item in plan.items:
         by_shard.setdefault(item.shard, []).append(item)
     metadata = {"format": "pt", DIGEST_KEY: plan.contract.digest()}
-    done = journal.shards()
-    with _saying_how_to_resume(target):
-        for shard in sorted(by_shard):
-            entry = done.get(shard)
-            path = target / shard
-            if entry is None or not path.exists() or path.stat().st_size != entry["bytes"]:
-                journal.append(_write_shard(source, target, shard, by_shard[shard], metadata))
+    with saying_how_to_resume(target):
+        missing = [shard for shard in sorted(by_shard) if not journal.has(target / shard)]
+        if not missing and (target / COMPLETE).exists():
+            return {**_report(source, plan, journal, time.monotonic() - started), "already_complete": True}
+        for shard in missing:
+            journal.append(_write_shard(source, target, shard, by_shard[shard], metadata))
         _write_side_files(source, target, plan, by_shard)
         report = _report(source, plan, journal, time.monotonic() - started)
+        if not_copied:
+            report["folders_not_copied"] = list(not_copied)
         write_atomic(target / REPORT, json.dumps(report, indent=1) + "\n")
         contracts.write(target, plan.contract)
         write_atomic(target / COMPLETE, plan.contract.digest() + "\n")

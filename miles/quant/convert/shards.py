@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 
 from miles.config.files import sync_folder
 from miles.quant.errors import ConversionError
-from miles.quant.headers import DAMAGED, Header, read_headers, read_json
+from miles.quant.headers import DAMAGED, Header, quantization_of, read_headers, read_json
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -77,6 +77,7 @@ class Source:
             raise ConversionError(
                 f"{self.directory}: no safetensors file; give a checkpoint folder with *.safetensors files"
             )
+        self._refuse_broken_links()
         self.shards = list(headers)
         self.tensors: dict[str, Stored] = {}
         digest = hashlib.sha256()
@@ -86,6 +87,21 @@ class Source:
             digest.update(self._sample(shard))
         digest.update(json.dumps(self.config, sort_keys=True).encode())
         self.digest = digest.hexdigest()
+
+    def _refuse_broken_links(self) -> None:
+        """They would be missing in a copy of this folder."""
+        for path in sorted(self.directory.iterdir()):
+            if path.is_symlink() and not path.exists():
+                raise ConversionError(f"{path}: a link to a file that is not there; {DAMAGED}, or remove the link")
+
+    def files(self) -> dict[str, list[int]]:
+        """Size and time of the last change of each shard: what `digest`, which samples, may not notice."""
+        found = {shard: (self.directory / shard).stat() for shard in self.shards}
+        return {shard: [stat.st_size, stat.st_mtime_ns] for shard, stat in found.items()}
+
+    def folders(self, *, without: Path) -> list[str]:
+        """Names of subfolders, which conversions do not copy; `without`: the target, which may be inside."""
+        return sorted(p.name for p in self.directory.iterdir() if p.is_dir() and p.resolve() != without.resolve())
 
     def _add(self, shard: str, header: Header) -> None:
         path = self.directory / shard
@@ -114,12 +130,19 @@ class Source:
         return read_json(path) if path.exists() else {}
 
     @property
+    def quantization(self) -> dict:
+        """`quantization_config` of config.json, or {}."""
+        return quantization_of(self.config, self.directory / "config.json")
+
+    @property
     def nbytes(self) -> int:
         return sum(t.spec.nbytes for t in self.tensors.values())
 
     def load(self, name: str) -> torch.Tensor:
         """One tensor, read into memory of its own."""
         stored = self.tensors[name]
+        if not stored.spec.nbytes:
+            return torch.empty(stored.spec.shape, dtype=DTYPES[stored.spec.dtype])
         buffer = np.empty(stored.spec.nbytes, dtype=np.uint8)
         with open(self.directory / stored.shard, "rb") as f:
             f.seek(stored.offset)
@@ -130,6 +153,8 @@ class Source:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes, without a copy when it is contiguous."""
+    if not tensor.numel():
+        return memoryview(b"")
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -137,10 +162,16 @@ class ShardWriter:
     """Writes the tensors of `specs` in order under `.tmp`.
 
     `commit` makes the file final. `finish` makes it durable under its temporary name, where `stamp` may still replace
-    metadata values by others of the same length; `publish` then renames it.
+    metadata values by others of the same length; `publish` then renames it. `written` is given all bytes in order.
     """
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        specs: Sequence[TensorSpec],
+        metadata: Mapping[str, str],
+        written: Callable[[bytes | memoryview], object] | None = None,
+    ) -> None:
         self.path, self.specs = path, list(specs)
         self.temporary = path.with_name(path.name + ".tmp")
         header: dict = {"__metadata__": dict(metadata)}
@@ -155,9 +186,10 @@ class ShardWriter:
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         self._next = 0
+        self._written = written
         self._file = open(self.temporary, "wb")  # noqa: SIM115  (closed by finish or abort)
         try:
-            self._file.write(struct.pack("<Q", len(raw)) + raw)
+            self._put(struct.pack("<Q", len(raw)) + raw)
         except BaseException:
             self.abort()
             raise
@@ -167,7 +199,12 @@ class ShardWriter:
         if name != spec.name or tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
             raise AssertionError(f"planned {spec}, got {name} {tuple(tensor.shape)} {tensor.dtype}")
         self._next += 1
-        self._file.write(as_bytes(tensor))
+        self._put(as_bytes(tensor))
+
+    def _put(self, data: bytes | memoryview) -> None:
+        if self._written is not None:
+            self._written(data)
+        self._file.write(data)
 
     def finish(self) -> None:
         if self._next != len(self.specs):

@@ -1,7 +1,8 @@
 """Routed experts to NVFP4 with shared gate/up maxima: `bf16-to-nvfp4`, and `requantise` for quantised checkpoints.
 
-`requantise` first decodes what is quantised to bf16 (NVFP4, FP8 128x128): experts are then quantised by the asked
-configuration, all else (shared experts above all) stays bf16. Rounding twice loses; the contract says `lossless: false`.
+`requantise` first decodes what is quantised to bf16: experts are then quantised by the asked configuration, all else
+(shared experts above all) stays bf16, and a form that it does not know is refused. Rounding twice loses; the contract
+says `lossless: false`.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ import torch
 
 from miles.kernels.nvfp4_qdq import reference
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
-from miles.quant import contract as contracts
 from miles.quant.codecs import nvfp4
+from miles.quant.codecs.checks import check_finite
 from miles.quant.contract import nvfp4_contract
-from miles.quant.convert.decoding import Decoded, decoded_weights
+from miles.quant.convert.decoding import READS, Decoded, decoded_weights
+from miles.quant.convert.leftovers import quantised_left
 from miles.quant.convert.planning import compact_excludes, keep, producer, refuse, scope_of
 from miles.quant.convert.run import Done, Item, Plan, TensorReport, execute
 from miles.quant.convert.shards import Source, TensorSpec
-from miles.quant.packed import stored_names
+from miles.quant.packed import input_scale_name, stored_names
 from miles.quant.scope import Scope, check_pairs, gate_up_partner
 
 Kind = Literal["bf16-to-nvfp4", "requantise"]
 FLOATS = ("BF16", "F16", "F32")
+REQUANTISE = "for a quantised checkpoint use `miles convert requantise`"
 
 
 class PairMaxima:
@@ -41,7 +44,9 @@ class PairMaxima:
             return reference.tensor_amax(weight)
         self._known[name] = reference.tensor_amax(weight)
         if partner not in self._known:
-            self._known[partner] = reference.tensor_amax(self._load(partner))
+            other = self._load(partner)
+            check_finite(other, partner)
+            self._known[partner] = reference.tensor_amax(other)
         return torch.maximum(self._known[name], self._known[partner])
 
 
@@ -67,14 +72,13 @@ def _expert_item(
 ) -> Item:
     """Packed weight, E4M3 block scale, fp32 tensor scale, and an input scale of one (weights only)."""
     weight, scale, scale_2 = stored_names(name)
-    input_scale = scale_2.replace("weight_scale_2", "input_scale").replace("_scale_2", "_input_scale")
     groups = shape[:-2]
     per_tensor = (*groups, 1, 1) if groups else (1,)
     specs = (
         TensorSpec(weight, "U8", (*shape[:-1], shape[-1] // 2)),
         TensorSpec(scale, "F8_E4M3", (*shape[:-1], shape[-1] // nvfp4.BLOCK)),
         TensorSpec(scale_2, "F32", per_tensor),
-        TensorSpec(input_scale, "F32", per_tensor),
+        TensorSpec(input_scale_name(name), "F32", per_tensor),
     )
 
     def run() -> Done:
@@ -110,66 +114,61 @@ def nvfp4_quantization_config(config: NVFP4QDQConfig, excluded: Sequence[str]) -
     }
 
 
-def _experts(
-    source: Source, kind: Kind, shapes: dict[str, tuple[int, ...]], decoded: dict[str, Decoded], scope: Scope
+def _expert_faults(
+    source: Source, kind: Kind, names: Sequence[str], shapes: dict[str, tuple[int, ...]], decoded: dict[str, Decoded]
 ) -> list[str]:
-    """Names in scope, checked: a readable dtype, K in whole blocks, both halves of every pair."""
-    names, faults = scope.select(shapes), []
+    """What is wrong with the names in scope: a dtype that is not read, K not in whole blocks, halves that do not fit."""
+    faults = []
     for name in names:
-        spec = source.tensors[name].spec
+        spec, partner = source.tensors[name].spec, gate_up_partner(name)
         if name not in decoded and spec.dtype not in FLOATS:
-            other = "; requantise reads NVFP4 and FP8 128x128 with their scales" if kind == "requantise" else (
-                "; for a quantised checkpoint use `miles convert requantise`"
-            )  # fmt: skip
-            faults.append(f"{name}: dtype {spec.dtype}, {kind} reads {', '.join(FLOATS)}{other}")
+            faults.append(f"{name}: dtype {spec.dtype}, {kind} reads {', '.join(FLOATS)}; {_advice(kind)}")
         elif len(shapes[name]) not in (2, 3) or shapes[name][-1] % nvfp4.BLOCK or 0 in shapes[name]:
             faults.append(f"{name}: shape {list(shapes[name])} does not end in a multiple of {nvfp4.BLOCK}")
+        elif partner is not None and name < partner and shapes[name] != shapes.get(partner, shapes[name]):
+            faults.append(
+                f"{name}: shape {list(shapes[name])}, but its other half {partner} has {list(shapes[partner])}"
+            )
     try:
         check_pairs(names)
     except ValueError as error:
         faults.append(str(error))
     if not names:
         faults.append("no routed-expert weight in scope; `miles convert bf16-to-fp8` converts dense projections")
-    refuse(source, faults)
-    return names
+    return faults
+
+
+def _advice(kind: Kind) -> str:
+    return f"requantise reads {READS}" if kind == "requantise" else REQUANTISE
 
 
 def plan(source: Source, config: NVFP4QDQConfig, scope: Scope, kind: Kind) -> Plan:
     """Scan and lay out the output; raises before anything is written."""
-    decoded = decoded_weights(source) if kind == "requantise" else {}
+    decoded, faults = decoded_weights(source) if kind == "requantise" else ({}, [])
     consumed = {n for d in decoded.values() for n in d.inputs}
     plain = [n for n in source.tensors if n not in consumed]
     shapes = {n: d.shape for n, d in decoded.items()} | {n: source.tensors[n].spec.shape for n in plain}
-    names = _experts(source, kind, shapes, decoded, scope)
+    names = scope.select(shapes)
+    chosen = set(names)
+    kept = [n for n in plain if n not in chosen]
+    faults += _expert_faults(source, kind, names, shapes, decoded)
+    faults += quantised_left(source, kept, reads=_advice(kind), written={s for n in names for s in stored_names(n)})
+    refuse(source, faults)
 
     def load(name: str) -> torch.Tensor:
         return decoded[name].load() if name in decoded else source.load(name)
 
-    chosen, maxima = set(names), PairMaxima(load)
+    maxima = PairMaxima(load)
     items = [_expert_item(source.tensors[n].shard, n, shapes[n], load, maxima, config) for n in names]
     items += [_bf16_item(source, d) for n, d in decoded.items() if n not in chosen]
-    items += keep(source, (n for n in plain if n not in chosen))
+    items += keep(source, kept)
     ignore = scope.ignore.compact()
     contract = nvfp4_contract(config, names, source_digest=source.digest, producer=producer(kind), ignore=ignore)
-    _require_trained_rounding(source, contract)
     new = {k: v for k, v in source.config.items() if k != "quantization_config"}
     new["quantization_config"] = nvfp4_quantization_config(
         config, compact_excludes((n for n in shapes if n not in chosen), names)
     )
     return Plan(kind, {"decode": config.decode, "ignore": list(ignore)}, items, contract, new)
-
-
-def _require_trained_rounding(source: Source, contract: contracts.QuantContract) -> None:
-    """The weights of a model that was trained with fake quantisation take the rounding they were trained with."""
-    if not (source.directory / contracts.FILE).exists():
-        return
-    trained = contracts.read(source.directory)
-    if trained.weights == "masters":
-        contracts.require_equal(
-            trained,
-            contract,
-            where=f"{source.directory} was trained with fake quantisation; convert it with the same options",
-        )
 
 
 def convert(

@@ -132,7 +132,7 @@ def test_an_index_that_leads_out_of_the_source_is_refused(command: str, where: s
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     code, error = miles(command, source, tmp_path / "out")
     assert code == 2, error
-    assert f"index.json: weight_map names {ascii(shard)}, which is not the plain name" in error
+    assert f"index.json: weight_map names {shard!a}, which is not the plain name" in error
     assert (source / "model.safetensors").read_bytes() == before
     assert not (tmp_path / "out").exists()
 
@@ -158,7 +158,7 @@ def test_sources_and_targets_of_the_wrong_kind_are_refused(command: str, miles, 
     assert (code, "it is no interrupted conversion; choose another directory" in error) == (2, True), error
     assert [p.name for p in target.iterdir()] == ["notes.txt"]
     assert miles(command, source, tmp_path / "done")[0] == 0
-    code, error = miles(command, source, tmp_path / "done", "--resume")
+    code, error = miles(command, source, tmp_path / "done")
     assert (code, "is COMPLETE already; choose another directory" in error) == (2, True), error
 
 
@@ -207,6 +207,7 @@ OPTIONS = {
     ("mxfp4-to-fp8", "--on-loss", "ignore"): ("--on-loss", "mxfp8"),
     ("mxfp4-to-fp8", "--device", "cuda:99"): ("--device cuda:99", "use --device cpu"),
     ("mxfp4-to-fp8", "--device", "abacus"): ("--device abacus", "use cpu or cuda"),
+    ("mxfp4-to-fp8", "--device", "meta"): ("--device meta: conversions run on cpu or cuda only", "use cpu or cuda"),
 }
 
 

@@ -197,7 +197,7 @@ def test_targets_that_hold_something_else_are_refused(mxfp4_checkpoint, tmp_path
     shutil.rmtree(target)
     convert(source, target)
     with pytest.raises(ConversionError, match="is COMPLETE already"):
-        convert(source, target, resume=True)
+        convert(source, target)
 
 
 def test_resume_with_other_options_or_another_source_is_refused(mxfp4_checkpoint, tmp_path: Path) -> None:

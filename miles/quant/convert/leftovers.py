@@ -1,0 +1,37 @@
+"""What a conversion would keep although it is quantised: kept as it is, it would contradict the result's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from miles.quant.convert.shards import Source
+from miles.quant.headers import QUANTISED, SCALES
+
+PACKED = (*QUANTISED, "F8_E8M0")
+
+
+def _owner(name: str) -> str | None:
+    """The weight that `name` is a scale of, by its name; None if it is no scale's name."""
+    suffix = next((s for s in SCALES if name.endswith(s)), None)
+    if suffix is None:
+        return None
+    return name.removesuffix(suffix) + (".weight" if suffix.startswith(".") else "_proj")
+
+
+def quantised_left(source: Source, kept: Iterable[str], *, reads: str, written: Collection[str] = ()) -> list[str]:
+    """A fault for each quantised tensor and each stray scale among `kept`; `reads` says what the conversion reads.
+
+    A scale whose weight is quantised is not listed beside it. `written`: names that the conversion gives anew.
+    """
+    faults = []
+    for name in kept:
+        spec = source.tensors[name].spec
+        owner = _owner(name)
+        packed_owner = owner in source.tensors and source.tensors[owner].spec.dtype in PACKED
+        if name in written or packed_owner:
+            continue
+        if spec.dtype in PACKED:
+            faults.append(f"{name}: {spec.dtype} {list(spec.shape)} is quantised and would be kept so; {reads}")
+        elif owner is not None:
+            faults.append(f"{name}: scale of a weight that is not quantised; remove the stray scale")
+    return faults
