@@ -1,7 +1,7 @@
 """The metrics that a step can report: what `expect` and `quant.gates` may name, and which may be negative.
 
-A test compares this table with the names that the components write. Reported only where they are measured: `train/kl*`,
-`train/value*`, `train/teacher_kl`, `mismatch/support_mass_*`, `rollout/staleness_*` and the like.
+A test compares this table with the names that the components write. Some are reported only where they are measured
+(`train/value_loss` with a critic, `rollout/staleness_max` with stale samples); a rule of the recipe knows which.
 """
 
 from __future__ import annotations

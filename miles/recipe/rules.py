@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from miles.config import ConfigError
 from miles.recipe import idle_rules
+from miles.recipe import measured, nvfp4_rules
 from miles.recipe.inputs import check_files, first_prompts
-from miles.recipe.nvfp4_rules import objections
 from miles.recipe.schema import Recipe
 
 # Actors of one host, each a process with its own copy of torch: more than any machine has cores for.
@@ -200,7 +200,7 @@ def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
 
 def _quantisation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
-    for message, fix in objections(recipe, facts.hf_config, facts.where):
+    for message, fix in nvfp4_rules.objections(recipe, facts.hf_config, facts.where):
         yield Finding("NVFP4-CONTRACT", "error", message, fix)
 
 
@@ -208,6 +208,12 @@ def _idle(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     for message, fix in idle_rules.objections(recipe):
         yield Finding("IDLE", "warning", message, fix)
+
+
+def _bounds(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del facts
+    for message, fix in measured.objections(recipe):
+        yield Finding("MEASURED", "error", message, fix)
 
 
 def _evidence(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -229,6 +235,7 @@ RULES: tuple[Rule, ...] = (
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
     Rule("IDLE", "An option that acts nowhere in this run promises what does not happen.", _idle),
+    Rule("MEASURED", "A bound on what no step reports would stop the run, at its first step or its last.", _bounds),
     Rule("EVIDENCE", "A recipe without recorded numbers may be wrong in ways nobody saw.", _evidence),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ from miles.orchestrate import loop as loop_module
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.loop import TrainingLoop, check_engines
 from miles.orchestrate.run_folder import locate
+from miles.quant.errors import QuantError
 from miles.recipe.schema import Recipe
 
 Make = Callable[..., Recipe]
@@ -72,8 +73,15 @@ def make_loop(recipe: Make, monkeypatch: pytest.MonkeyPatch):
     batch = SimpleNamespace(for_rank=lambda rank: f"batch of rank {rank}", metrics={})
     monkeypatch.setattr(loop_module, "prepare_steps", lambda *_, **__: SimpleNamespace(steps=[batch], metrics={}))
 
-    def make(events: list[Any], *, version: int = 0, fleet: dict[str, Any] | None = None, **run: Any) -> TrainingLoop:
-        made = recipe(run=run)
+    def make(
+        events: list[Any],
+        *,
+        version: int = 0,
+        fleet: dict[str, Any] | None = None,
+        gates: Sequence[dict[str, Any]] = (),
+        **run: Any,
+    ) -> TrainingLoop:
+        made = recipe(run=run, quant={"gates": gates})
         return TrainingLoop(
             made,
             FakeFleet(events, **(fleet or {})),
@@ -133,6 +141,17 @@ def test_step_that_counts_nothing_makes_no_version(make_loop) -> None:
     asyncio.run(make_loop(events, fleet={"skip": {1}}, steps=3, checkpoint_every=10).run(0))
     assert names(events, "row") == [("row", 0, 1), ("row", 1, 1), ("row", 2, 2)]
     assert names(events, "skipped", "advance-source") == [("advance-source", 1), ("skipped",), ("advance-source", 2)]
+
+
+def test_gates_see_the_whole_row_of_a_step_and_none_of_a_skipped_one(make_loop) -> None:
+    whole = [{"name": name, "max_abs": 1e9} for name in ("rollout/reward_mean", "time/step", "rollout/tokens_per_s")]
+    events: list[Any] = []
+    asyncio.run(make_loop(events, gates=whole, steps=2, checkpoint_every=10).run(0))
+    assert len(names(events, "row")) == 2
+    strict = [{"name": "rollout/reward_mean", "max_abs": 0.25}]
+    with pytest.raises(QuantError, match="gate 'rollout/reward_mean': 0.5 against a limit of 0.25"):
+        asyncio.run(make_loop([], gates=strict, steps=1, checkpoint_every=10).run(0))
+    asyncio.run(make_loop([], gates=strict, fleet={"skip": {0}}, steps=1, checkpoint_every=10).run(0))
 
 
 @pytest.mark.parametrize("version", [0, 3])

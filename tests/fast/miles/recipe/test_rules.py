@@ -85,6 +85,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(algo={"eps_clip": 0.1}, data={"global_batch_size": 64}), facts()),
         (recipe(algo={"eps_clip": 0.1}), facts()),
     ),
+    "MEASURED": (
+        (recipe(expect={"train/loss": {"max": 1}}), facts()),
+        (recipe(expect={"train/kl": {"max": 1}}), facts()),
+    ),
     "EVIDENCE": ((recipe(), facts()), (recipe(evidence={"status": "bring-up"}), facts())),
 }
 
