@@ -64,7 +64,7 @@ class TrainingLoop:
         metrics = await self.train(step, batch.samples)
         end = time.perf_counter()
         tokens = sum(sample.response_length for sample in batch.samples)
-        return {
+        row = {
             "step": step,
             "weight_version": self.version,
             **batch.metrics,
@@ -73,6 +73,9 @@ class TrainingLoop:
             "time/rollout": generated - start,
             "time/step": end - start,
         }
+        if not metrics["train/step_skipped"]:
+            self.recipe.quant.check_gates(row)
+        return row
 
     async def train(self, step: int, samples: list[Sample]) -> dict[str, float]:
         """Advantages and schedule here, then the optimizer steps and the weight sync on every rank."""
@@ -106,7 +109,6 @@ class TrainingLoop:
             check_engines(version, result["engines"])
             self.version = version
             await self.source.advance(version)
-            recipe.quant.check_gates(result["metrics"])
         return {**prepared.metrics, **result["metrics"]}
 
     async def score_for(self, algo: AlgoConfig, samples: list[Sample]) -> None:
