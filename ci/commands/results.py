@@ -15,7 +15,6 @@ from pathlib import Path
 from ci.commands.output import print_json
 from ci.errors import UsageError, suggestion
 
-
 # Which action an option belongs to; for any other one it would be ignored.
 _OPTIONS = {
     "slowest": ("show",),

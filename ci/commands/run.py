@@ -113,7 +113,7 @@ def _files(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard)
 
 
 def _planned(args: argparse.Namespace, space: Workspace) -> tuple[Plan, Shard | None]:
-    """The plan, verified or made here, and the shard of it to run; no shard when the suite has none."""
+    """The plan, verified or made here, and the shard of it to run; no shard when it has no test."""
     wanted = parse_shard(args.shard)
     given = args.plan or read("MILES_CI_PLAN")
     if given:
@@ -125,20 +125,19 @@ def _planned(args: argparse.Namespace, space: Workspace) -> tuple[Plan, Shard | 
             raise UsageError(
                 f"--plan divides suite '{args.suite}' into {len(shards)} shards: name one with --shard I/N"
             )
-        if wanted is not None and shards and wanted[1] != len(shards):
+        if wanted is not None and shards and wanted[1] != shards[0].count:
             raise PlanMismatch(
-                f"--shard {args.shard}: the plan divides suite '{args.suite}' into {len(shards)} shard(s)"
+                f"--shard {args.shard}: the plan divides suite '{args.suite}' into {shards[0].count} shard(s)"
             )
-        index = 1 if wanted is None else wanted[0]
-        return plan, plan.shard(args.suite, index) if shards else None
-    plan = _plan_here(args, space, 1 if wanted is None else wanted[1])
-    shards = plan.shards_of(args.suite)
-    if wanted is not None and len(shards) > 1 and wanted[1] != len(shards):
-        raise UsageError(f"--shard {args.shard}: suite '{args.suite}' can only be divided into {len(shards)} shard(s)")
+    else:
+        plan = _plan_here(args, space, 1 if wanted is None else wanted[1])
+        shards = plan.shards_of(args.suite)
+        if wanted is not None and shards and wanted[1] != shards[0].count:
+            raise UsageError(
+                f"--shard {args.shard}: suite '{args.suite}' needs {shards[0].count} shards, one for each set of pools"
+            )
     index = 1 if wanted is None else wanted[0]
-    if index > len(shards):
-        return plan, None
-    return plan, shards[index - 1]
+    return plan, next((shard for shard in shards if shard.index == index), None)
 
 
 def _selects(args: argparse.Namespace) -> bool:
@@ -155,9 +154,17 @@ def _plan_here(args: argparse.Namespace, space: Workspace, count: int) -> Plan:
 
 
 def _nothing(args: argparse.Namespace, space: Workspace, plan: Plan) -> int:
-    """Zero tests: an error unless the suite, or the caller, says that it may be."""
+    """Zero tests: an error unless other shards of the suite have some, or the suite or the caller says that it may
+    be."""
+    selected, shards = plan.suite(args.suite).selected, plan.shards_of(args.suite)
+    if shards:
+        print(
+            f"suite {args.suite}, shard {args.shard}: no test is left for it: the suite's {selected} test file(s) are in "
+            f"the first {len(shards)} of {shards[0].count} shards"
+        )
+        return ExitCode.OK
     allowed = space.fleet.suites[args.suite].allow_empty
-    reason = plan.suite(args.suite).reason or "the shard holds no test"
+    reason = plan.suite(args.suite).reason
     if args.allow_empty or allowed is not None:
         why = "--allow-empty" if allowed is None else allowed.reason
         print(f"suite {args.suite}: no test to run: {reason} (allowed: {why})")

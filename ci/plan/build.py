@@ -23,7 +23,8 @@ MIN_TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """`shards` fixes the number of shards of a suite; `suites` restricts the plan (empty: all suites)."""
+    """`shards` fixes the number of shards of a suite, where fewer tests than that leave the last ones out;
+    `suites` restricts the plan (empty: all suites)."""
 
     shards: Mapping[str, int]
     suites: tuple[str, ...] = ()
@@ -122,7 +123,9 @@ class _SuitePlanner:
             room -= max(len(division.shards) - 1, 0)
             parts.append((pools, division, width))
             makespan, bound = max(makespan, division.makespan), max(bound, division.lower_bound)
-        total = sum(len(division.shards) for _, division, _ in parts) or (1 if faults else 0)
+        made = sum(len(division.shards) for _, division, _ in parts) or (1 if faults else 0)
+        # Jobs that were started for a fixed number of shards keep their numbers; those without a test are not listed.
+        total = max(made, forced or 0)
         failed = tuple(self._fault_unit(fault) for fault in faults)
         for pools, division, width in parts:
             for group_jobs, load in zip(division.shards, division.loads, strict=True):
@@ -130,7 +133,7 @@ class _SuitePlanner:
                 first = failed if not shards else ()
                 shards.append(self._shard(len(shards) + 1, total, pools, width, load, first + units))
         if failed and not shards:
-            shards.append(self._shard(1, 1, (), self.fleet.width(self.suite_id), 0, failed))
+            shards.append(self._shard(1, total, (), self.fleet.width(self.suite_id), 0, failed))
         summary = SuitePlan(
             suite=self.suite_id,
             backend=self.suite.backend,

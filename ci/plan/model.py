@@ -48,7 +48,8 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Units of one runner in start order. `runs_on` are its labels; `index` counts from 1 to `count`."""
+    """Units of one runner in start order. `runs_on` are its labels; `index` counts from 1 to `count`. Where a number
+    of shards was asked for that exceeds that of the tests, those after the last test are not part of the plan."""
 
     suite: str
     index: int

@@ -144,6 +144,27 @@ def test_what_follows_a_log_that_ends_within_a_line_begins_a_new_one(tmp_path, a
     assert lines[-2:] == ["FAILED", ""]
 
 
+def test_shard_that_is_left_without_a_test_says_so_and_the_others_keep_their_numbers(repository):
+    from ci.cli import main
+
+    empty = repository.run("--suite", "stage-a-cpu", "--shard", "2/2", "--root", str(repository.root))
+    assert (empty.code, "no test is registered" in empty.output) == (4, True)
+    repository.file("test_a.py", "def test_a(): assert True\n")
+    saved = repository.root / "plan.json"
+    words = ["plan", "--root", str(repository.root), "--suite", "stage-a-cpu", "--all-labels", "--shards", "2"]
+    assert main([*words, "--out", str(saved)]) == 0
+    for number, plan in enumerate(([], ["--plan", str(saved)])):
+        last = repository.run("--suite", "stage-a-cpu", "--shard", "2/2", *plan)
+        assert last.code == 0
+        assert "shard 2/2: no test is left for it: the suite's 1 test file(s) are in the first 1 of 2" in last.output
+        assert len(list(last.folder.glob("*"))) == number
+        first = repository.run("--suite", "stage-a-cpu", "--shard", "1/2", *plan)
+        assert (first.code, first.results()["run"]["shard"]) == (0, "1/2")
+        assert [path.name for path in first.folder.glob("*")] == ["stage-a-cpu-1-of-2"]
+    assert main(["results", "merge", "--plan", str(saved), str(repository.root / "out")]) == 0
+    assert repository.run("--suite", "stage-a-cpu", "--shard", "1/3", "--plan", str(saved)).code == 5
+
+
 def test_shard_refuses_another_plan(repository):
     repository.file("test_a.py", "def test_a(): assert True\n")
     from ci.cli import main
