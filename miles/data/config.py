@@ -42,7 +42,7 @@ class DataConfig(StrictModel):
     # Share of prompts that training never sees; 0 trains on all (then `held_out` is refused).
     held_out_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    # Tokens of one micro-batch on one context-parallel rank.
+    # Tokens of one micro-batch on one context-parallel rank, with what pads it there.
     max_tokens_per_gpu: int = Field(default=8192, ge=1)
     balance: Literal["none", "tokens", "flops"] = "tokens"
     # Rollouts of one optimizer step; null: all of a training step. Fewer make several steps on one rollout.

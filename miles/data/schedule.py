@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from miles.data.packing import FlopsShape, first_fit_decreasing, karmarkar_karp, padded_decreasing, sequence_flops
+from miles.data.padding import Padding
 
 # (sample indices) of one micro-batch; empty = a dummy that only keeps the ranks' counts equal.
 Bin = tuple[int, ...]
@@ -21,10 +22,13 @@ Bin = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """Resolved from `data.*` and the mesh. `micro_batch_multiple` is the virtual-pipeline group size."""
+    """Resolved from `data.*` and the mesh. `micro_batch_multiple` is the virtual-pipeline group size, `pad_multiple`
+    what sequence parallelism cuts rows into."""
 
     data_parallel: int = 1
     context_parallel: int = 1
+    context_layout: Literal["zigzag", "contiguous"] = "zigzag"
+    pad_multiple: int = 1
     max_tokens_per_gpu: int = 8192
     micro_batch_multiple: int = 1
     balance: Literal["none", "tokens", "flops"] = "tokens"
@@ -34,7 +38,8 @@ class ScheduleConfig:
     flops: FlopsShape | None = None
 
     def __post_init__(self) -> None:
-        for name in ("data_parallel", "context_parallel", "max_tokens_per_gpu", "micro_batch_multiple"):
+        sizes = ("data_parallel", "context_parallel", "pad_multiple", "max_tokens_per_gpu", "micro_batch_multiple")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"schedule: {name} is {getattr(self, name)}, expected at least 1")
         if self.global_batch_size is not None and self.global_batch_size < 1:
@@ -45,6 +50,12 @@ class ScheduleConfig:
     @property
     def capacity(self) -> int:
         return self.max_tokens_per_gpu * self.context_parallel
+
+    @property
+    def padding(self) -> Padding:
+        return Padding.of(
+            self.layout, cp=self.context_parallel, cp_layout=self.context_layout, multiple=self.pad_multiple
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +104,16 @@ def build_dp_schedule(
     # Ranks wait for each other at every step: the busiest ones' sum over the sum of means.
     loads = [[float(sum(costs[i] for b in rank for i in b)) for rank in step.ranks] for step in scheduled]
     mean = sum(sum(load) / len(load) for load in loads)
-    held = sum(padded_tokens(b, sizes, config.layout) for step in scheduled for rank in step.ranks for b in rank)
+    padding = config.padding
+    held = sum(padding.tokens([sizes[i] for i in b]) for step in scheduled for rank in step.ranks for b in rank)
     metrics = {
         "data/dropped_rollouts": float(dropped_rollouts),
-        "data/oversized_samples": float(sum(length > config.capacity for length in used)),
+        "data/oversized_samples": float(sum(padding.tokens([length]) > config.capacity for length in used)),
         "data/dummy_micro_batches": float(sum(not b for step in scheduled for rank in step.ranks for b in rank)),
         "data/padding_share": 1.0 - sum(used) / held if held else 0.0,
         "data/balance_max_over_mean": sum(map(max, loads)) / mean if mean > 0 else 1.0,
     }
     return DPSchedule(tuple(scheduled), dropped_rollouts, tuple(dropped), metrics)
-
-
-def padded_tokens(members: Sequence[int], lengths: Sequence[int], layout: str) -> int:
-    """Tokens a micro-batch occupies: the sum packed, or rows x longest padded."""
-    if not members:
-        return 0
-    inside = [lengths[i] for i in members]
-    return sum(inside) if layout == "thd" else len(inside) * max(inside)
 
 
 def _split_into_steps(rollout_ids: Sequence[int], config: ScheduleConfig) -> tuple[list[list[int]], list[int], int]:
@@ -148,7 +152,8 @@ def _heaviest(plan: list[list[list[int]]], costs: list[float]) -> float:
 
 def _pack(members: list[int], sizes: list[int], config: ScheduleConfig) -> list[list[int]]:
     pack = first_fit_decreasing if config.layout == "thd" else padded_decreasing
-    return [sorted(members[i] for i in b) for b in pack([sizes[i] for i in members], config.capacity)]
+    lengths, capacity = config.padding.for_packing([sizes[i] for i in members], config.capacity)
+    return [sorted(members[i] for i in b) for b in pack(lengths, capacity)]
 
 
 def _bins_then_ranks(

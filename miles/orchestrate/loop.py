@@ -160,6 +160,8 @@ class TrainingLoop:
         return ScheduleConfig(
             data_parallel=parallel.dp,
             context_parallel=parallel.cp,
+            context_layout=parallel.cp_layout,
+            pad_multiple=self.pad_multiple,
             max_tokens_per_gpu=data.max_tokens_per_gpu,
             # Interleaved pipelines take micro-batches in groups of the stages.
             micro_batch_multiple=parallel.pp if parallel.vpp else 1,

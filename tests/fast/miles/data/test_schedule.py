@@ -14,7 +14,7 @@ from miles.data.packing import (
     padded_decreasing,
     sequence_flops,
 )
-from miles.data.schedule import ScheduleConfig, build_dp_schedule, padded_tokens
+from miles.data.schedule import ScheduleConfig, build_dp_schedule
 
 SHAPE = FlopsShape(1000, (AttentionLayer(2, 16, 16), AttentionLayer(2, 16, 16, window=8)))
 
@@ -25,7 +25,9 @@ def problems(draw):
     rollouts = [draw(st.integers(0, max(len(lengths) - 1, 0))) for _ in lengths]
     config = ScheduleConfig(
         data_parallel=draw(st.integers(1, 5)),
-        context_parallel=draw(st.integers(1, 2)),
+        context_parallel=draw(st.integers(1, 4)),
+        context_layout=draw(st.sampled_from(["zigzag", "contiguous"])),
+        pad_multiple=draw(st.integers(1, 4)),
         max_tokens_per_gpu=draw(st.integers(8, 64)),
         micro_batch_multiple=draw(st.integers(1, 3)),
         balance=draw(st.sampled_from(["none", "tokens", "flops"])),
@@ -58,7 +60,7 @@ def test_schedule_properties(problem):
         assert step.micro_batches_per_rank % config.micro_batch_multiple == 0
         for rank in step.ranks:
             for b in rank:
-                assert padded_tokens(b, lengths, config.layout) <= config.capacity or len(b) == 1
+                assert config.padding.tokens([lengths[i] for i in b]) <= config.capacity or len(b) == 1
     assert schedule == build_dp_schedule(list(lengths), list(rollouts), config), "not deterministic"
 
 
