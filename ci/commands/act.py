@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from ci.errors import ExitCode, UsageError, suggestion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workflow", default="", help="file name (default: the test workflow of the event)")
+    parser.add_argument("--workflow", default="", help="file name (default: the test workflow that the event starts)")
     parser.add_argument(
         "--event",
         required=True,
@@ -53,13 +55,15 @@ def _pairs(values: list[str], what: str) -> dict[str, str]:
 
 
 def main(args: argparse.Namespace) -> int:
+    from ci.workflows.events import check_starts, default_workflow
     from ci.workflows.model import load_all
     from ci.workflows.simulate import RESULTS, Event, local_resolver, simulate
 
     workflows = load_all(args.root)
-    name = args.workflow or ("pr-test-rocm.yml" if args.event == "pull_request_target" else "pr-test.yml")
+    name = args.workflow or default_workflow(workflows, args.event)
     if name not in workflows:
         raise UsageError(f"--workflow {name}: no such file{suggestion(name, workflows)}")
+    check_starts(workflows, name, args.event)
     given = _pairs(args.results, "--results")
     for job, result in given.items():
         if result not in RESULTS:
@@ -70,8 +74,12 @@ def main(args: argparse.Namespace) -> int:
     )
     if unknown:
         raise UsageError(f"--results: no job {unknown[0]!r}{suggestion(unknown[0], workflows[name].jobs)}")
-    payload = json.loads(args.payload.read_text(encoding="utf-8")) if args.payload else {"pull_request": {"number": 1}}
-    event = Event(args.event, payload, _pairs(args.input, "--input"), cancelled=args.cancelled)
+    inputs = _pairs(args.input, "--input")
+    known_inputs = _inputs_of(workflows[name])
+    for key in inputs:
+        if key not in known_inputs:
+            raise UsageError(f"--input {key}: {name} has no such input{suggestion(key, known_inputs)}")
+    event = Event(args.event, _payload(args.payload), inputs, cancelled=args.cancelled)
     resolve = local_resolver(workflows)
     outcomes = _with_gates(simulate(workflows[name], event, outcomes, resolve=resolve), outcomes, args.cancelled)
     states = simulate(workflows[name], event, outcomes, resolve=resolve)
@@ -83,6 +91,40 @@ def main(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
+def _payload(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {"pull_request": {"number": 1}}
+    try:
+        payload = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"--payload {path}: not JSON: {error}") from error
+    if not isinstance(payload, dict):
+        raise UsageError(f"--payload {path}: must hold a JSON object, the event's payload")
+    return payload
+
+
+def _inputs_of(workflow: Any) -> set[str]:
+    triggers = (workflow.on.get(trigger) or {} for trigger in ("workflow_dispatch", "workflow_call"))
+    return {str(name) for trigger in triggers for name in trigger.get("inputs") or {}}
+
+
+def _counts(values: list[str], suites: Collection[str]) -> dict[str, str]:
+    counts = _pairs(values, "--count")
+    for suite, text in counts.items():
+        if suite not in suites:
+            raise UsageError(f"--count {suite}: no such suite{suggestion(suite, suites)}")
+        if not (text.isascii() and text.isdigit()):
+            raise UsageError(f"--count {suite}={text}: the number of planned tests, 0 or more")
+    return counts
+
+
+def _warn_of_labels(fleet: Any, labels: list[str]) -> None:
+    from ci.select.policy import Policy
+
+    for warning in Policy.resolve(fleet, "regular", labels, typed=True).warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
 def _outcomes(args: argparse.Namespace, workflows: Any, name: str, given: dict[str, str]) -> dict[str, Any]:
     """Outputs of plan, resolve-deps and authorise for every test workflow that is run or called."""
     from ci.bot import planning
@@ -91,7 +133,8 @@ def _outcomes(args: argparse.Namespace, workflows: Any, name: str, given: dict[s
 
     fleet = Fleet.load(args.root / "registry.yaml", shown_as="registry.yaml")
     labels = {"pull_request": {"labels": [{"name": label} for label in args.labels.split()]}}
-    counts = _pairs(args.count, "--count")
+    counts = _counts(args.count, fleet.suites)
+    _warn_of_labels(fleet, args.labels.split())
     outcomes: dict[str, Any] = {}
     places = [("", name)] + [
         (f"{job.id}/", str(job.uses).rsplit("/", 1)[-1]) for job in workflows[name].jobs.values() if job.uses

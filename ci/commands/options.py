@@ -60,7 +60,7 @@ def policy_of(args: argparse.Namespace, space: Workspace) -> Policy:
         cadence = cadence_of_cron(space.fleet, args.cron)
         if args.cadence and args.cadence != cadence:
             raise UsageError(f"--cadence {args.cadence} contradicts --cron '{args.cron}', which is {cadence}")
-    return Policy.resolve(space.fleet, cadence, labels, all_labels=args.all_labels)
+    return Policy.resolve(space.fleet, cadence, labels, all_labels=args.all_labels, typed=True)
 
 
 def affected_by(args: argparse.Namespace, space: Workspace, policy: Policy) -> Affected | None:

@@ -37,12 +37,19 @@ class Policy:
 
     @classmethod
     def resolve(
-        cls, fleet: Fleet, cadence: str = "regular", labels: Iterable[str] = (), *, all_labels: bool = False
+        cls,
+        fleet: Fleet,
+        cadence: str = "regular",
+        labels: Iterable[str] = (),
+        *,
+        all_labels: bool = False,
+        typed: bool = False,
     ) -> Policy:
         """The policy of a run. `all_labels` is the opt-in of a manual dispatch.
 
-        Raises `UsageError` for an unknown cadence. Labels without meaning here are ignored, except that an
-        unknown `run-ci-*` becomes a warning with the nearest name.
+        Raises `UsageError` for an unknown cadence. Labels without meaning here are ignored, since a pull request
+        carries others too, except that an unknown `run-ci-*` becomes a warning with the nearest name. `typed`: a
+        person gave the labels for this run alone, so every one that selects nothing becomes a warning.
         """
         if cadence not in CADENCES:
             raise UsageError(f"cadence '{cadence}' is not known{suggestion(cadence, CADENCES)}")
@@ -65,7 +72,7 @@ class Policy:
             write_baseline=scheduled.write_baseline,
             arches=scheduled.arches,
             expired_runs=cadence in ("nightly", "weekly"),
-            warnings=_unknown_labels(fleet, given),
+            warnings=_unknown_labels(fleet, given, typed),
         )
 
     def admits_labels(self, test_labels: Iterable[str], *, is_cpu: bool) -> bool:
@@ -99,15 +106,21 @@ def _of_cadence(fleet: Fleet, cadence: str, domain: frozenset[str]) -> frozenset
     return domain - frozenset(item.subtract) if item.include == "all" else frozenset()
 
 
-def _unknown_labels(fleet: Fleet, given: tuple[str, ...]) -> tuple[str, ...]:
+def _unknown_labels(fleet: Fleet, given: tuple[str, ...], typed: bool) -> tuple[str, ...]:
     known = [PREFIX + name for name in fleet.labels.domain]
     known += [*fleet.labels.scope, *fleet.labels.behaviour]
+    bare = [name.removeprefix(PREFIX) for name in known if name.startswith(PREFIX)]
     warnings = []
     for label in given:
-        if label.startswith(PREFIX) and label not in known:
-            near = nearest(label, known)
-            hint = f"; did you mean '{near}'?" if near else ""
-            warnings.append(f"label '{label}' is not known and selects nothing{hint}")
+        if label in known or not (typed or label.startswith(PREFIX)):
+            continue
+        if label in bare:
+            warnings.append(f"label '{label}' selects nothing; a run asks for it as '{PREFIX}{label}'")
+            continue
+        near, near_bare = nearest(label, known), nearest(label, bare)
+        near = near or (None if near_bare is None else PREFIX + near_bare)
+        hint = f"; did you mean '{near}'?" if near else ""
+        warnings.append(f"label '{label}' is not known and selects nothing{hint}")
     return tuple(warnings)
 
 

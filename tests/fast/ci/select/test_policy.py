@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
+from ci.cli import main
 from ci.errors import UsageError
 from ci.fleet import Fleet
 from ci.select.policy import CADENCES, Policy, cadence_of_cron
-from tests.fast.ci.helpers.trees import REPOSITORY
+from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, write_tree
 
 FLEET = Fleet.load(REPOSITORY / "registry.yaml")
 EVERY = frozenset(FLEET.labels.domain)
@@ -105,6 +107,36 @@ def test_an_unknown_request_warns_with_the_nearest_name_and_other_labels_do_not(
         "label 'run-ci-quantum' is not known and selects nothing",
     )
     assert found.include == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("label", "warning"),
+    [
+        ("kernels", "label 'kernels' selects nothing; a run asks for it as 'run-ci-kernels'"),
+        ("all", "label 'all' selects nothing; a run asks for it as 'run-ci-all'"),
+        ("kernel", "label 'kernel' is not known and selects nothing; did you mean 'run-ci-kernels'?"),
+        ("nigthly", "label 'nigthly' is not known and selects nothing; did you mean 'nightly'?"),
+        ("foo", "label 'foo' is not known and selects nothing"),
+    ],
+)
+def test_every_label_that_selects_nothing_warns_when_it_was_typed(label: str, warning: str) -> None:
+    assert Policy.resolve(FLEET, "regular", [label], typed=True).warnings == (warning,)
+    # A pull request carries labels of other trades too.
+    assert policy("regular", label).warnings == ()
+
+
+def test_labels_with_a_meaning_do_not_warn() -> None:
+    meant = [*FLEET.labels.scope, *FLEET.labels.behaviour, *(f"run-ci-{name}" for name in FLEET.labels.domain)]
+    assert Policy.resolve(FLEET, "regular", meant, typed=True).warnings == ()
+
+
+def test_plan_prints_the_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tree(tmp_path, {"tests/fast/test_a.py": PLAIN})
+    assert main(["plan", "--root", str(tmp_path), "--label", "kernels", "--labels", "foo,run-ci-kernels"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")] == [
+        "warning: label 'foo' is not known and selects nothing",
+        "warning: label 'kernels' selects nothing; a run asks for it as 'run-ci-kernels'",
+    ]
 
 
 def test_label_order_and_repetition_do_not_matter() -> None:
