@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
-from miles.recipe import idle_rules
-from miles.recipe import measured, nvfp4_rules
+from miles.recipe import idle_rules, measured, nvfp4_rules
 from miles.recipe.inputs import check_files, first_prompts
 from miles.recipe.schema import Recipe
 

@@ -149,7 +149,7 @@ def test_gates_see_the_whole_row_of_a_step_and_none_of_a_skipped_one(make_loop) 
     asyncio.run(make_loop(events, gates=whole, steps=2, checkpoint_every=10).run(0))
     assert len(names(events, "row")) == 2
     strict = [{"name": "rollout/reward_mean", "max_abs": 0.25}]
-    with pytest.raises(QuantError, match="gate 'rollout/reward_mean': 0.5 against a limit of 0.25"):
+    with pytest.raises(QuantError, match=r"gate 'rollout/reward_mean': 0\.5 against a limit of 0\.25"):
         asyncio.run(make_loop([], gates=strict, steps=1, checkpoint_every=10).run(0))
     asyncio.run(make_loop([], gates=strict, fleet={"skip": {0}}, steps=1, checkpoint_every=10).run(0))
 
