@@ -20,8 +20,8 @@ from pydantic import Field, ValidationError
 from miles.config import StrictModel
 from miles.config.files import write_atomic
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
-from miles.quant.errors import ContractMismatch, QuantConfigError
-from miles.quant.headers import Header, quantised_weights, read_headers, read_json
+from miles.quant.errors import ContractMismatch, ConversionError, QuantConfigError
+from miles.quant.headers import Header, quantised_weights, quantization_of, read_headers, read_json
 from miles.quant.scope import Scope, is_shared_expert
 
 FILE = "quantization_contract.json"
@@ -78,7 +78,8 @@ class QuantContract(StrictModel):
 
 
 def scope_digest(names: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
+    # Names that are no text are refused where they are read, not here.
+    return hashlib.sha256("\n".join(sorted(names)).encode(errors="surrogatepass")).hexdigest()
 
 
 def four_over_six(config: NVFP4QDQConfig) -> FourOverSix:
@@ -220,46 +221,78 @@ def _refuse_quantised_shared_experts(headers: Mapping[str, Header], listed: Iter
 
 def write(directory: Path, contract: QuantContract) -> str:
     """Write `quantization_contract.json` atomically; returns its digest."""
-    write_atomic(Path(directory) / FILE, contract.canonical() + "\n")
+    text = contract.canonical()
+    if contract.weights == "masters":
+        # No config.json and no shard of unquantised weights repeats the digest: the file itself does.
+        text = json.dumps({**json.loads(text), DIGEST_KEY: contract.digest()}, sort_keys=True, indent=1)
+    write_atomic(Path(directory) / FILE, text + "\n")
     return contract.digest()
 
 
-def parse(text: str, *, where: Path | str) -> QuantContract:
+def parse(text: str | bytes, *, where: Path | str) -> QuantContract:
     """A contract from JSON; QuantConfigError names the place and every wrong field."""
+    return _parse(text, where)[0]
+
+
+def _parse(text: str | bytes, where: Path | str) -> tuple[QuantContract, str | None]:
+    """A contract, and the digest that its file repeats."""
+    digest = None
     try:
-        return QuantContract.model_validate_json(text)
+        values = json.loads(text)
+        if isinstance(values, dict) and DIGEST_KEY in values:
+            digest = str(values.pop(DIGEST_KEY))
+            text = json.dumps(values)
+    except (ValueError, RecursionError):
+        pass  # said below, in the same words as a wrong field
+    try:
+        return QuantContract.model_validate_json(text), digest
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
         raise QuantConfigError(f"{where} is no quantisation contract: {faults}. {MAKE_ONE}") from None
 
 
 def read(directory: Path, *, legacy: Mapping[str, Any] | None = None) -> QuantContract:
-    """The contract of a checkpoint, checked against the digests in `config.json` and in every shard.
+    """The contract of a checkpoint, checked against its tensors and the digests in `config.json` and in every shard.
 
     Without a contract: an error, or with `legacy` (explicit fields: format, decode, four_over_six, tensors, ...) the
     contract that the caller answers for. Quantised shared experts are refused, unless an FP8 contract lists them.
     """
     directory = Path(directory)
     path, config = directory / FILE, directory / "config.json"
+    if not directory.is_dir():
+        raise ConversionError(f"{directory}: no such folder; give a checkpoint folder with *.safetensors files")
     headers = read_headers(directory)
     if not path.exists():
+        if not headers:
+            raise ConversionError(
+                f"{directory}: no safetensors file; give a checkpoint folder with *.safetensors files"
+            )
         _refuse_quantised_shared_experts(headers, (), where=str(directory))
         if legacy is None:
             raise QuantConfigError(f"{directory} has no {FILE}: it was not made by `miles convert`. {MAKE_ONE}")
-        return _legacy(legacy)
-    contract = parse(path.read_text(), where=path)
+        contract = _legacy(legacy)
+        _require_tensors(contract, headers, "--accept-legacy")
+        return contract
+    if legacy is not None:
+        raise QuantConfigError(f"{path} is there: --accept-legacy is for checkpoints without it, leave the option out")
+    contract, own_digest = _parse(_bytes_of(path), path)
     listed = contract.tensors if contract.format != "nvfp4" else ()
     _refuse_quantised_shared_experts(headers, listed, where=str(directory))
-    quantization = read_json(config).get("quantization_config") if config.exists() else None
-    places: dict[Path, str | None] = {
-        directory / shard: header.metadata.get(DIGEST_KEY) for shard, header in headers.items()
-    }
-    if config.exists():
-        places[config] = (quantization or {}).get(DIGEST_KEY)
+    places: dict[Path, str | None] = {path: own_digest}
     if contract.weights == "stored":
-        _require_digest(contract, places)
-        _require_tensors(contract, headers, path)
+        places = {directory / shard: header.metadata.get(DIGEST_KEY) for shard, header in headers.items()}
+        if config.exists():
+            places[config] = quantization_of(read_json(config), config).get(DIGEST_KEY)
+    _require_digest(contract, places)
+    _require_tensors(contract, headers, path)
     return contract
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise QuantConfigError(f"{path}: cannot be read: {error.strerror}; make it a file that you may read") from None
 
 
 def _require_digest(contract: QuantContract, places: Mapping[Path, str | None]) -> None:
@@ -268,10 +301,16 @@ def _require_digest(contract: QuantContract, places: Mapping[Path, str | None]) 
             raise ContractMismatch(
                 f"{place}: {DIGEST_KEY} is {digest or 'missing'}, {FILE} has {contract.digest()}; these files were not "
                 "written together, convert or copy the checkpoint again"
+                if contract.weights == "stored"
+                else f"{place}: {DIGEST_KEY} is {digest or 'missing'}, its fields give {contract.digest()}: they were changed "
+                "after training; export or copy the model again"
             )
 
 
-def _require_tensors(contract: QuantContract, headers: Mapping[str, Header], path: Path) -> None:
+def _require_tensors(contract: QuantContract, headers: Mapping[str, Header], path: Path | str) -> None:
+    """The contract speaks of tensors that are there, and its `scope_digest` of its tensors."""
+    if contract.scope_digest != (digest := scope_digest(contract.tensors)):
+        raise ContractMismatch(f"{path}: scope_digest is {contract.scope_digest}, its tensors give {digest}")
     present = {name for header in headers.values() for name in header.tensors}
     if headers and (lost := sorted(set(contract.tensors) - present)):
         raise ContractMismatch(f"{path}: lists {len(lost)} tensors that no shard holds: {', '.join(lost[:3])}")
@@ -282,8 +321,9 @@ def _legacy(fields: Mapping[str, Any]) -> QuantContract:
     missing = [f for f in needed if f not in fields]
     if missing:
         raise QuantConfigError(f"--accept-legacy needs every field stated, missing: {', '.join(missing)}")
+    names = fields["tensors"] if isinstance(fields["tensors"], list | tuple) else ()
     filled = {
-        "scope_digest": scope_digest(fields["tensors"]),
+        "scope_digest": scope_digest(str(name) for name in names),
         "source_digest": "legacy",
         "producer": {"conversion": "legacy"},
         "lossless": False,

@@ -138,13 +138,53 @@ def test_tensors_that_no_shard_holds_are_noticed(stored: Path) -> None:
 
 
 def test_legacy_refused(tmp_path: Path) -> None:
-    save_file({"a.mlp.experts.0.up_proj.weight_scale": torch.zeros(1)}, tmp_path / "model.safetensors")
+    packed = {name: torch.zeros(4, 8, dtype=torch.uint8) for name in NAMES}
+    save_file({**packed, "a.mlp.experts.0.up_proj.weight_scale": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(QuantConfigError, match=r"miles convert requantise.*--accept-legacy"):
         contract.read(tmp_path)
     with pytest.raises(QuantConfigError, match="missing: block, scale_dtype, decode"):
         contract.read(tmp_path, legacy={"format": "nvfp4", "four_over_six": {}, "tensors": [], "gate_up_shared": True})
     stated = make().model_dump(mode="json", exclude={"scope_digest", "source_digest", "producer", "lossless"})
     contract.require_equal(make(), contract.read(tmp_path, legacy=stated), where="launch")
+    with pytest.raises(
+        ContractMismatch, match=r"--accept-legacy: lists 1 tensors that no shard holds: no\.such\.tensor"
+    ):
+        contract.read(tmp_path, legacy={**stated, "tensors": ["no.such.tensor"]})
+    for wrong in (5, [5], None, "a", ["\ud800"]):
+        with pytest.raises(QuantConfigError, match="--accept-legacy is no quantisation contract: (tensors|file)"):
+            contract.read(tmp_path, legacy={**stated, "tensors": wrong})
+
+
+def test_stated_fields_beside_a_contract_are_refused(stored: Path) -> None:
+    with pytest.raises(QuantConfigError, match="--accept-legacy is for checkpoints without it, leave the option out"):
+        contract.read(stored, legacy={})
+
+
+def test_reading_a_folder_that_is_none_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="nowhere: no such folder; give a checkpoint folder"):
+        contract.read(tmp_path / "nowhere")
+    with pytest.raises(ConversionError, match="no safetensors file; give a checkpoint folder"):
+        contract.read(tmp_path)
+
+
+def test_a_contract_that_is_no_text_or_no_file_is_named(stored: Path) -> None:
+    path = stored / contract.FILE
+    path.write_bytes(b"\xff{")
+    with pytest.raises(QuantConfigError, match=rf"{path} is no quantisation contract"):
+        contract.read(stored)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(QuantConfigError, match=rf"{path}: cannot be read: Is a directory"):
+        contract.read(stored)
+
+
+@pytest.mark.parametrize("value", [[], 5, "fp8"])
+def test_a_quantization_config_that_is_no_object_is_named(value: object, stored: Path) -> None:
+    (stored / "config.json").write_text(json.dumps({"quantization_config": value}))
+    with pytest.raises(
+        ConversionError, match=rf"config\.json: quantization_config is a {type(value).__name__}, a JSON object"
+    ):
+        contract.read(stored)
 
 
 def test_quantised_shared_experts_are_refused_even_with_a_contract(tmp_path: Path) -> None:
@@ -249,6 +289,38 @@ def test_trainer_and_engine_without_rounding_refuse_a_model_that_was_trained_wit
         FakeQATHook(QuantConfig(), environ={}, model_dir=trained)
     (trained / contract.FILE).unlink()
     assert not FakeQATHook(QuantConfig(), environ={}, model_dir=trained).enabled
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values["four_over_six"].update(error_mode="MAE"),
+        lambda values: values.update(tensors=[]),
+        lambda values: values.update(scope_digest="x"),
+        lambda values: values.update(weights="stored"),
+        lambda values: values.pop(contract.DIGEST_KEY),
+    ],
+)
+def test_a_changed_contract_of_unquantised_weights_is_noticed(change, tmp_path: Path) -> None:
+    path = masters(tmp_path / "trained") / contract.FILE
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    with pytest.raises(ContractMismatch, match=r"quantization_contract_digest is .*(copy the model|checkpoint) again"):
+        contract.read(tmp_path / "trained")
+
+
+def test_unquantised_weights_that_their_contract_lists_must_be_there(tmp_path: Path) -> None:
+    trained = masters(tmp_path / "trained")
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, trained / "model.safetensors")
+    with pytest.raises(ContractMismatch, match="lists 2 tensors that no shard holds"):
+        contract.read(trained)
+
+
+def test_a_scope_digest_of_other_tensors_is_noticed(tmp_path: Path) -> None:
+    contract.write(tmp_path, make(weights="masters").model_copy(update={"scope_digest": "x"}))
+    with pytest.raises(ContractMismatch, match="scope_digest is x, its tensors give"):
+        contract.read(tmp_path)
 
 
 @pytest.mark.parametrize(
