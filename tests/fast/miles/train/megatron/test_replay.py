@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -192,6 +193,36 @@ def test_a_failed_step_is_recorded_whole_and_its_failure_reproduced(ranks, toolb
     # What goes on here instead of failing is another step.
     for report in ranks(replay_diverged(toolbox, model_dir, tmp_path / "step_1", "skip_step", dp=2), 2):
         assert report.differences == (f"failure: none, recorded {bundle.failure}",)
+
+
+def test_a_rank_that_fails_alone_closes_the_bundle_and_repeats_its_failure(ranks, toolbox, model_dir, tmp_path):
+    from miles.data.replay import load_bundle
+
+    def body(rank, world, port):
+        from miles.config import MilesError
+        from miles.train.replay import record_step
+
+        backend = toolbox.backend(model_dir, rank, world, port, dp=2)
+        batch = toolbox.batch(toolbox.samples(), dp=2).for_rank(rank)
+        if rank == 1:
+            first, *others = batch.micro_batches
+            broken = replace(first, advantages=np.full_like(first.advantages, np.nan))
+            batch = replace(batch, micro_batches=(broken, *others))
+        try:
+            record_step(backend, batch, tmp_path, step=1, manifest={})
+        except MilesError as error:
+            return type(error).__name__, str(error)
+
+    waited, failed = ranks(body, 2)
+    assert waited[0] == "TrainError"
+    assert "another rank died" in waited[1]
+    failure = load_bundle(tmp_path / "step_1").failure
+    assert (failure.rank, failure.kind, failure.text) == (1, *failed)
+    assert failure.text.startswith("sample 's")
+    assert "advantage nan" in failure.text
+    report = ranks(replay(toolbox, model_dir, tmp_path / "step_1", dp=2), 2)[1]
+    assert report.reproduced, report.differences
+    assert report.failure == failure
 
 
 def test_another_failure_is_a_difference_where_it_was_recorded():
