@@ -151,7 +151,7 @@ def test_legacy_refused(tmp_path: Path) -> None:
     ):
         contract.read(tmp_path, legacy={**stated, "tensors": ["no.such.tensor"]})
     for wrong in (5, [5], None, "a", ["\ud800"]):
-        with pytest.raises(QuantConfigError, match="--accept-legacy is no quantisation contract: (tensors|file)"):
+        with pytest.raises(QuantConfigError, match=r"--accept-legacy is no quantisation contract: (tensors|file)"):
             contract.read(tmp_path, legacy={**stated, "tensors": wrong})
 
 
