@@ -12,7 +12,7 @@ import numpy as np
 from miles.config import ConfigError
 from miles.data.prompts import Encoder, Prompt, PromptSource
 from miles.data.tasks import build_task
-from miles.quant.hook import FakeQATHook
+from miles.quant.config import QuantConfig
 from miles.recipe.schema import Recipe
 
 # Prompts of an endless task are alike; a file's may differ, so more of them are looked at.
@@ -44,8 +44,7 @@ def check_files(recipe: Recipe) -> None:
             check_model_files(Path(folder))
     if recipe.model.path is not None:
         check_tokenizer(Path(recipe.model.path))
-        # Compares the folder's quantisation contract with the recipe, as at the start of training.
-        FakeQATHook(recipe.quant, model_dir=Path(recipe.model.path))
+        check_contract(recipe.quant, Path(recipe.model.path))
 
 
 def check_model_files(folder: Path) -> None:
@@ -62,6 +61,18 @@ def check_model_files(folder: Path) -> None:
         checkpoint.check(name, shape)
     if checkpoint.nbytes() <= VALUES_UP_TO_BYTES:
         checkpoint.check_finite()
+
+
+def check_contract(quant: QuantConfig, folder: Path) -> None:
+    """`ConfigError` when the folder's quantisation contract asks for another rounding, as at the start of training."""
+    from miles.quant.contract import check_rounding
+    from miles.quant.headers import read_headers, read_json
+
+    scope = None
+    if quant.nvfp4 is not None:
+        names = [name for header in read_headers(folder).values() for name in header.tensors]
+        scope = quant.nvfp4.scope(names, read_json(folder / "config.json"))
+    check_rounding(folder, quant.fake_qat_config(), where="model.path", scope=scope)
 
 
 def check_tokenizer(folder: Path) -> None:
