@@ -198,6 +198,8 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
         return open_store(str(history))
 
     with sole_writer(folder):
+        # Written at the end only; that of an earlier run must not speak for one that is killed.
+        (folder / junit.JUNIT_NAME).unlink(missing_ok=True)
         record = run_plan(
             job,
             devices=devices,

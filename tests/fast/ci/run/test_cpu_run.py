@@ -53,6 +53,28 @@ def test_file_option_runs_that_file_or_node_only(repository):
     assert "not planned in suite 'stage-a-cpu'" in unknown.output
 
 
+def test_gate_judges_this_run_and_not_what_the_one_before_left_in_the_folder(repository):
+    source = """
+        import json, os, pathlib
+        from ci.declare import register_ci_gate, register_cpu_ci
+        register_cpu_ci(est_time=1, suite="stage-a-cpu")
+        register_ci_gate("loss", abs_up=0.1, abs_down=0.1)
+        def test_a():
+            record = {"schema": 1, "metric": "loss", "series": [[1, 1.0]]}
+            with open(pathlib.Path(os.environ["MILES_CI_METRICS_DIR"]) / "m.jsonl", "a") as file:
+                file.write(json.dumps(record) + "\\n")
+            assert True
+    """
+    history = {"MILES_CI_HISTORY_URL": f"sqlite:{repository.root}/history.db"}
+    silent = source.replace('file.write(json.dumps(record) + "\\n")', "pass")
+    for text, code, verdict in ((source, 0, "inactive"), (source, 0, "inactive"), (silent, 6, "error")):
+        repository.file("test_gated.py", text)
+        outcome = repository.run("--suite", "stage-a-cpu", **history)
+        (gate,) = outcome.tests()["test_gated.py"]["gates"]
+        assert (outcome.code, gate["verdict"]) == (code, verdict), gate["message"]
+    assert gate["message"] == "loss: the test recorded no such metric"
+
+
 def test_reader_that_goes_away_changes_nothing_about_the_result(repository):
     """`miles-ci run --suite stage-a-cpu | head -1`"""
     repository.file("test_a.py", "def test_a(): assert True\n")
@@ -372,6 +394,9 @@ def test_file_that_had_finished_in_the_shared_process_of_a_killed_runner_is_show
     repository.file("test_bad.py", "def test_a(): assert 1 == 2\n")
     repository.file("test_good.py", "def test_a(): assert True\n")
     repository.file("test_sleeps.py", "import time\ndef test_a():\n    time.sleep(60)\n    assert True\n")
+    earlier = repository.root / "out/stage-a-cpu-1-of-1/junit.xml"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("<testsuites/>")
     process = repository.start("--suite", "stage-a-cpu")
     results = {}
 
@@ -386,6 +411,7 @@ def test_file_that_had_finished_in_the_shared_process_of_a_killed_runner_is_show
         process.kill()
         process.wait()
     assert (results["status"], results["exit_code"], results["tests"]) == ("running", 3, [])
+    assert not earlier.exists()
     shown = subprocess.run(
         repository.command("results", "show", "out"), cwd=repository.root, env=repository.environment(),
         capture_output=True, text=True,
