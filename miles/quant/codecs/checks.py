@@ -27,6 +27,18 @@ def check_finite(weight: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: {float(weight[index])} at index {list(index)}; quantisation needs finite weights")
 
 
+def check_rounded(rounded: torch.Tensor, name: str) -> torch.Tensor:
+    """`rounded`, the result of finite weights; raises where one became infinite: a scale rounded up leaves its type."""
+    finite = torch.isfinite(rounded)
+    if not bool(finite.all()):
+        index = tuple(int(i) for i in (~finite).nonzero()[0])
+        raise ValueError(
+            f"{name}: the weight at index {list(index)} rounds to {float(rounded[index])} in {rounded.dtype}; "
+            "its scale rounded up exceeds that type, use a wider one or smaller weights"
+        )
+    return rounded
+
+
 def fp32_scalar(value: float, like: torch.Tensor) -> torch.Tensor:
     """A device scalar: dividing by a Python number becomes a multiplication by its reciprocal on CUDA."""
     return torch.tensor(value, dtype=torch.float32, device=like.device)

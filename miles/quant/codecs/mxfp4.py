@@ -13,7 +13,7 @@ from miles.kernels.formats import (
     pack_e2m1,
     unpack_e2m1,
 )
-from miles.quant.codecs.checks import check_finite, check_weight
+from miles.quant.codecs.checks import check_finite, check_rounded, check_weight
 
 BLOCK = 32
 RECIPROCAL = float(torch.tensor(1.0 / 6.0, dtype=torch.float32))
@@ -35,4 +35,4 @@ def dequantize(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = t
 
 
 def qdq(weight: torch.Tensor, *, name: str = "weight") -> torch.Tensor:
-    return dequantize(*quantize(weight, name=name), dtype=weight.dtype)
+    return check_rounded(dequantize(*quantize(weight, name=name), dtype=weight.dtype), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from miles.kernels.formats import e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode, e8m0_inverse
-from miles.quant.codecs.checks import check_finite, check_weight
+from miles.quant.codecs.checks import check_finite, check_rounded, check_weight
 
 BLOCK = 32
 RECIPROCAL = float(torch.tensor(1.0 / 448.0, dtype=torch.float32))
@@ -27,4 +27,4 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = to
 
 
 def qdq(weight: torch.Tensor, *, name: str = "weight") -> torch.Tensor:
-    return dequantize(*quantize(weight, name=name), dtype=weight.dtype)
+    return check_rounded(dequantize(*quantize(weight, name=name), dtype=weight.dtype), name)

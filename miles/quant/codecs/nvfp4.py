@@ -34,7 +34,12 @@ class Packed:
 def _checked(weight: torch.Tensor, config: NVFP4QDQConfig, amax: torch.Tensor | None, name: str) -> torch.Tensor:
     check_weight(weight, name, block=BLOCK, dims=(2, 3))
     check_finite(weight, name)
-    amax = (reference.tensor_amax(weight) if amax is None else amax.float()).reshape(weight.shape[:-2])
+    own = reference.tensor_amax(weight)
+    amax = own if amax is None else amax.float().reshape(weight.shape[:-2])
+    if not bool((amax.isfinite() & (amax >= own)).all()):
+        raise ValueError(
+            f"{name}: amax {amax.tolist()} is not a maximum of the whole tensor: this part alone has {own.tolist()}"
+        )
     if config.decode == "te" and bool((amax > TE_OVERFLOW).any()):
         raise ValueError(
             f"{name}: max abs {float(amax.max())} is above FLT_MAX/448: decode 'te' overflows, use decode='stored'"
@@ -45,7 +50,7 @@ def _checked(weight: torch.Tensor, config: NVFP4QDQConfig, amax: torch.Tensor | 
 def quantize(
     weight: torch.Tensor, config: NVFP4QDQConfig, *, amax: torch.Tensor | None = None, name: str = "weight"
 ) -> Packed:
-    """[M, K] or [G, M, K] -> stored form; `amax` fp32 scalar, or [G]."""
+    """[M, K] or [G, M, K] -> stored form; `amax` fp32 scalar, or [G], at least the weight's own maximum."""
     amax = _checked(weight, config, amax, name)
     _, s_dec = reference.tensor_scales(amax, config)
     parts = [reference.quantize_blocks(part, amax, config) for part in _row_chunks(weight)]

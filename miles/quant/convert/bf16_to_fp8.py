@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from miles.quant.codecs import fp8_block
+from miles.quant.codecs.checks import check_rounded
 from miles.quant.contract import QuantContract, scope_digest
 from miles.quant.convert.leftovers import quantised_left
 from miles.quant.convert.planning import compact_excludes, ignore_of, keep, producer, refuse
@@ -40,7 +41,8 @@ def _fp8_item(source: Source, name: str, scale: fp8_block.ScaleKind) -> Item:
         weight = source.load(name)
         report = TensorReport(name, "fp8_128x128", tiles=grid[0] * grid[1])
         q, s = fp8_block.quantize(weight, scale=scale, name=name)
-        report.max_abs_error = float((fp8_block.dequantize(q, s, torch.float32) - weight.float()).abs().max())
+        back = check_rounded(fp8_block.dequantize(q, s, torch.float32), name)
+        report.max_abs_error = float((back - weight.float()).abs().max())
         stored = s if scale == "fp32" else s.view(torch.float8_e8m0fnu)
         return Done([q.view(torch.float8_e4m3fn), stored], report, [weight])
 

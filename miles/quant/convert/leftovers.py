@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from miles.quant.convert.shards import Source
 from miles.quant.headers import QUANTISED, SCALES
+from miles.quant.scope import is_shared_expert
 
 PACKED = (*QUANTISED, "F8_E8M0")
 
@@ -21,7 +22,8 @@ def _owner(name: str) -> str | None:
 def quantised_left(source: Source, kept: Iterable[str], *, reads: str, written: Collection[str] = ()) -> list[str]:
     """A fault for each quantised tensor and each stray scale among `kept`; `reads` says what the conversion reads.
 
-    A scale whose weight is quantised is not listed beside it. `written`: names that the conversion gives anew.
+    A scale whose weight is quantised is not listed beside it; one whose weight is elsewhere is copied, unless it is a
+    shared expert's, which no reader of ours accepts. `written`: names that the conversion gives anew.
     """
     faults = []
     for name in kept:
@@ -32,6 +34,6 @@ def quantised_left(source: Source, kept: Iterable[str], *, reads: str, written: 
             continue
         if spec.dtype in PACKED:
             faults.append(f"{name}: {spec.dtype} {list(spec.shape)} is quantised and would be kept so; {reads}")
-        elif owner is not None:
+        elif owner is not None and (owner in source.tensors or is_shared_expert(owner)):
             faults.append(f"{name}: scale of a weight that is not quantised; remove the stray scale")
     return faults

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +188,31 @@ def test_largest_float_needs_the_stored_decode() -> None:
     wide = torch.full((1, 32), FLT_MAX)
     assert bool(mxfp8.qdq(wide / 2).isfinite().all())
     assert mxfp4.quantize(wide)[1].tolist() == [[253]]
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float16, 65504.0), (torch.bfloat16, 3.39e38)])
+def test_a_finite_weight_that_rounds_to_infinity_is_refused(dtype: torch.dtype, largest: float) -> None:
+    x = torch.ones(2, 32, dtype=dtype)
+    x[1, 3] = largest
+    for codec in (mxfp8.qdq, mxfp4.qdq, partial(fp8_block.qdq, scale="e8m0")):
+        with pytest.raises(ValueError, match=rf"w: the weight at index \[1, 3\] rounds to inf in {dtype}; .*wider"):
+            codec(x, name="w")
+    for codec in (fp8_tensor.qdq, fp8_block.qdq, partial(nvfp4.qdq, config=NVFP4QDQConfig(decode="stored"))):
+        assert bool(codec(x).isfinite().all())
+
+
+def test_a_maximum_below_the_weights_own_or_no_number_is_refused() -> None:
+    x = torch.ones(2, 16)
+    for call in (nvfp4.quantize, nvfp4.qdq):
+        for amax in (math.nan, math.inf, -1.0, 0.0, 0.5):
+            with pytest.raises(
+                ValueError, match=r"w: amax .* is not a maximum of the whole tensor: this part alone has 1\.0"
+            ):
+                call(x, NVFP4QDQConfig(), amax=torch.tensor(amax), name="w")
+        call(x, NVFP4QDQConfig(), amax=torch.tensor(1.0))
+        call(x * 0, NVFP4QDQConfig(), amax=torch.tensor(0.0))
+    with pytest.raises(ValueError, match="this part alone has"):
+        nvfp4.quantize(torch.ones(2, 2, 16), NVFP4QDQConfig(), amax=torch.tensor([1.0, 0.0]))
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

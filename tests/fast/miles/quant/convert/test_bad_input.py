@@ -249,6 +249,15 @@ def test_a_nan_weight_is_named_with_shard_and_index(command: str, miles, tmp_pat
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
+def test_a_weight_that_would_round_to_infinity_is_named(miles, tmp_path: Path) -> None:
+    source = good_source("bf16-to-fp8", tmp_path / "source")
+    change(source, lambda tensors: tensors[DOWN].__setitem__((3, 5), 3.39e38))
+    code, error = miles("bf16-to-fp8", source, tmp_path / "out", "--scale", "e8m0")
+    assert code == 2
+    assert f"model.safetensors: {DOWN}: the weight at index [3, 5] rounds to inf" in error
+    assert miles("bf16-to-fp8", source, tmp_path / "fp32")[0] == 0
+
+
 def test_scales_that_do_not_fit_are_refused(miles, tmp_path: Path) -> None:
     packed = {n: torch.zeros(32, 32, dtype=torch.uint8) for n in (GATE, UP, DOWN)}
     packed |= {n + "_scale": torch.zeros(32, 5).to(torch.float8_e4m3fn) for n in (GATE, UP, DOWN)}

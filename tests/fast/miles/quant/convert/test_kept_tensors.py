@@ -239,7 +239,11 @@ def test_all_faults_of_scales_are_listed(tmp_path: Path) -> None:
     for number, (convert, tensors, text) in enumerate(
         [
             (mxfp4_to_fp8.convert, {**fp4, "a.scale": torch.zeros(1)}, "{}_scale: scale code 255"),
-            (fp8_to_mxfp8.convert, {**fp8, "a.weight_scale": torch.zeros(1)}, "{}_scale_inv: scale 0.3"),
+            (
+                fp8_to_mxfp8.convert,
+                {**fp8, "a.weight": torch.zeros(2, 2), "a.weight_scale": torch.zeros(1)},
+                "{}_scale_inv: scale 0.3",
+            ),
             (requantise, odd, "{}_scale_inv is F32 [5, 5]"),
             (requantise, fp4, "{}_scale: NaN at index [0, 0]"),
         ]
@@ -249,6 +253,16 @@ def test_all_faults_of_scales_are_listed(tmp_path: Path) -> None:
         for name in names:
             assert text.format(name) in str(error.value)
         assert ("a." in str(error.value)) == any(n.startswith("a.") for n in tensors)
+
+
+@pytest.mark.parametrize("stray", [f"{QUERY}_scale", f"{SHARED}_scale_inv"])
+def test_stray_scales_are_refused(stray: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {**experts(), QUERY: weight(3), stray: torch.ones(1)})
+    for convert in (to_nvfp4.convert, requantise, partial(bf16_to_fp8.convert, scope="experts")):
+        with pytest.raises(
+            ConversionError, match=rf"{stray}: scale of a weight that is not quantised; remove the stray"
+        ):
+            convert(source, tmp_path / "out")
 
 
 def test_halves_of_different_shapes_are_refused(tmp_path: Path) -> None:
