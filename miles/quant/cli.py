@@ -79,7 +79,7 @@ def _run(convert: Callable[[], dict], target: Path) -> None:
         typer.echo("interrupted; finished shards are kept: run the same command with --resume", err=True)
         raise typer.Exit(TERMINATED if isinstance(stop, _Terminated) else INTERRUPTED) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     if report.get("already_complete"):
         typer.echo(f"{target}: already complete, every shard is as it was written")
         return
@@ -183,6 +183,7 @@ def check(
     accept_legacy: Annotated[
         Path | None, typer.Option(help="JSON file with the contract's fields, for a checkpoint without one.")
     ] = None,
+    whole: Annotated[bool, typer.Option("--bytes", help="Read every shard and compare it with the journal.")] = False,
 ) -> None:
     """Print a checkpoint's quantisation contract, and compare it with another's."""
     from miles.quant import contract
@@ -191,4 +192,8 @@ def check(
     found = contract.read(checkpoint, legacy=read_json(accept_legacy) if accept_legacy else None)
     if against is not None:
         contract.require_equal(contract.read(against), found, where=str(checkpoint))
+    if whole:
+        from miles.quant.convert.journal import check_shards
+
+        typer.echo(f"{check_shards(checkpoint)} shards are as they were written", err=True)
     typer.echo(found.canonical())

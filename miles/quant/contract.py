@@ -258,7 +258,7 @@ def read(directory: Path, *, legacy: Mapping[str, Any] | None = None) -> QuantCo
     contract that the caller answers for. Quantised shared experts are refused, unless an FP8 contract lists them.
     """
     directory = Path(directory)
-    path, config = directory / FILE, directory / "config.json"
+    path = directory / FILE
     if not directory.is_dir():
         raise ConversionError(f"{directory}: no such folder; give a checkpoint folder with *.safetensors files")
     headers = read_headers(directory)
@@ -278,14 +278,31 @@ def read(directory: Path, *, legacy: Mapping[str, Any] | None = None) -> QuantCo
     contract, own_digest = _parse(_bytes_of(path), path)
     listed = contract.tensors if contract.format != "nvfp4" else ()
     _refuse_quantised_shared_experts(headers, listed, where=str(directory))
-    places: dict[Path, str | None] = {path: own_digest}
-    if contract.weights == "stored":
-        places = {directory / shard: header.metadata.get(DIGEST_KEY) for shard, header in headers.items()}
-        if config.exists():
-            places[config] = quantization_of(read_json(config), config).get(DIGEST_KEY)
-    _require_digest(contract, places)
+    _require_digest(contract, _repeated_in(directory, contract, own_digest, headers))
     _require_tensors(contract, headers, path)
     return contract
+
+
+def read_file(directory: Path) -> QuantContract:
+    """The contract that is there, its digest compared wherever it is repeated; no more is asked of the weights."""
+    contract, own_digest = _parse(_bytes_of(directory / FILE), directory / FILE)
+    _require_digest(contract, _repeated_in(directory, contract, own_digest, read_headers(directory)))
+    return contract
+
+
+def _repeated_in(
+    directory: Path, contract: QuantContract, own_digest: str | None, headers: Mapping[str, Header]
+) -> dict[Path, str | None]:
+    """Each file that must repeat the digest, and what it says."""
+    config = directory / "config.json"
+    if contract.weights == "masters":
+        return {directory / FILE: own_digest}
+    places: dict[Path, str | None] = {
+        directory / shard: header.metadata.get(DIGEST_KEY) for shard, header in headers.items()
+    }
+    if config.exists():
+        places[config] = quantization_of(read_json(config), config).get(DIGEST_KEY)
+    return places
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -24,16 +24,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries: list[dict] = []
+        self.entries = _entries(path) if path.exists() else []
         if path.exists():
-            for line in path.read_bytes().split(b"\n"):
-                try:
-                    entry = json.loads(line)
-                except (ValueError, RecursionError):
-                    break  # the line a crash cut off, and nothing after it
-                if not isinstance(entry, dict):
-                    raise ConversionError(f"{path} is no journal of a conversion; choose another directory")
-                self.entries.append(entry)
             self._rewrite()
 
     def _rewrite(self) -> None:
@@ -47,14 +39,52 @@ class Journal:
         self.entries.append(entry)
 
     def shards(self) -> dict[str, dict]:
-        return {e["shard"]: e for e in self.entries if _is_shard(e)}
+        return _shards(self.entries)
 
     def has(self, path: Path) -> bool:
         """Is this shard finished and still what was written? Reads it."""
-        entry = self.shards().get(path.name)
-        if entry is None or not path.is_file() or path.stat().st_size != entry["bytes"]:
-            return False
-        return file_digest(path) == entry["sha256"]
+        return _is_whole(path, self.shards().get(path.name))
+
+
+def _entries(path: Path) -> list[dict]:
+    found = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            break  # the line a crash cut off, and nothing after it
+        if not isinstance(entry, dict):
+            raise ConversionError(f"{path} is no journal of a conversion; choose another directory")
+        found.append(entry)
+    return found
+
+
+def _shards(entries: list[dict]) -> dict[str, dict]:
+    return {e["shard"]: e for e in entries if _is_shard(e)}
+
+
+def _is_whole(path: Path, entry: dict | None) -> bool:
+    if entry is None or not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    return file_digest(path) == entry["sha256"]
+
+
+def check_shards(directory: Path) -> int:
+    """Reads every shard of a converted checkpoint; ConversionError names one that is not as it was written.
+
+    Returns how many there are.
+    """
+    path = directory / JOURNAL
+    if not path.is_file():
+        raise ConversionError(f"{directory} has no {JOURNAL} to compare its shards with; leave --bytes out")
+    known = _shards(_entries(path))
+    shards = sorted({*known, *(file.name for file in directory.glob("*.safetensors"))})
+    for shard in shards:
+        if not _is_whole(directory / shard, known.get(shard)):
+            raise ConversionError(
+                f"{directory / shard}: not as the conversion wrote it; run that again with --resume, or copy the file again"
+            )
+    return len(shards)
 
 
 def _is_shard(entry: dict) -> bool:

@@ -12,20 +12,27 @@ from miles.quant.headers import QUANTISED
 def require_trained_rounding(source: Source, kind: str, contract: QuantContract) -> None:
     """`contract` of the result must be the one in the source's folder, if that speaks of unquantised weights.
 
-    A source with quantised weights is made again from what its tensors are: `requantise` repairs a broken contract.
+    A contract that cannot be read does not stop what is quantised: its tensors say what they are, and `requantise`
+    makes a new one.
     """
     path = source.directory / contracts.FILE
-    if not path.exists() or any(t.spec.dtype in QUANTISED for t in source.tensors.values()):
+    if not path.exists():
         return
+    packed = any(stored.spec.dtype in QUANTISED for stored in source.tensors.values())
     try:
-        trained = contracts.read(source.directory)
+        found = contracts.read_file(source.directory)
     except ContractMismatch:
         raise
     except QuantConfigError as error:
+        if packed:
+            return
         raise QuantConfigError(
             f"{path} says how these weights must be rounded, and cannot be read ({error}); copy it again, or remove it to "
             "round them as asked"
         ) from None
+    if found.weights == "stored" and packed:
+        return
+    trained = contracts.read(source.directory)
     if trained.format != contract.format:
         raise ContractMismatch(
             f"{source.directory} was trained with {trained.format} rounding, {kind} would round it to {contract.format}; use "

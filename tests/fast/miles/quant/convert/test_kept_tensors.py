@@ -310,3 +310,26 @@ def test_requantise_repairs_a_checkpoint_whose_contract_is_broken(tmp_path: Path
         contract.read(tmp_path / "packed")
     requantise(tmp_path / "packed", tmp_path / "again", config=CONFIG)
     assert contract.read(tmp_path / "again").nvfp4() == CONFIG
+
+
+def test_a_trained_model_stays_one_beside_a_quantised_tensor(trained: Path, tmp_path: Path) -> None:
+    save_file({**experts(), **as_mxfp4(QUERY)}, trained / "model.safetensors")
+    with pytest.raises(ContractMismatch, match=r"trained with fake quantisation; .*four_over_six\.on"):
+        requantise(trained, tmp_path / "out")
+
+
+def test_requantise_notices_a_shard_of_another_conversion(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", experts())
+    to_nvfp4.convert(source, tmp_path / "packed", config=CONFIG)
+    to_nvfp4.convert(source, tmp_path / "other")
+    shard = "model.safetensors"
+    (tmp_path / "packed" / shard).write_bytes((tmp_path / "other" / shard).read_bytes())
+    with pytest.raises(ContractMismatch, match=r"model\.safetensors: .*not written together"):
+        requantise(tmp_path / "packed", tmp_path / "again")
+
+
+def test_requantise_repairs_quantised_shared_experts_that_have_a_contract(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {**experts(), SHARED: weight(5)})
+    bf16_to_fp8.convert(source, tmp_path / "fp8")
+    requantise(tmp_path / "fp8", tmp_path / "again")
+    assert read(tmp_path / "again")[SHARED].dtype == torch.bfloat16

@@ -74,6 +74,22 @@ def test_resuming_what_is_complete_ends_well_and_writes_nothing(interrupted) -> 
     assert "cannot resume, options differ" in str(other.exception)
 
 
+def test_check_reads_every_byte_when_asked(interrupted, tmp_path: Path) -> None:
+    source, target = interrupted
+    convert(source, target, resume=True)
+    journal = (target / "journal.jsonl").read_bytes()
+    done = CliRunner().invoke(convert_app, ["check", str(target), "--bytes"])
+    assert (done.exit_code, "3 shards are as they were written" in done.output) == (0, True), done.output
+    change_bytes(target / "model-1.safetensors", 5000)
+    assert CliRunner().invoke(convert_app, ["check", str(target)]).exit_code == 0
+    failed = CliRunner().invoke(convert_app, ["check", str(target), "--bytes"])
+    assert "model-1.safetensors: not as the conversion wrote it; run that again with --resume" in str(failed.exception)
+    assert (target / "journal.jsonl").read_bytes() == journal
+    (target / "journal.jsonl").unlink()
+    failed = CliRunner().invoke(convert_app, ["check", str(target), "--bytes"])
+    assert "has no journal.jsonl to compare its shards with; leave --bytes out" in str(failed.exception)
+
+
 @pytest.mark.parametrize("text", ["[]\n", "5\n", '"a"\n'])
 def test_a_journal_that_is_none_is_refused(text: str, interrupted) -> None:
     source, target = interrupted
