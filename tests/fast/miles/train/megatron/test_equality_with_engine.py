@@ -23,7 +23,9 @@ def sampled(folder, *, seed, group=4, new_tokens=7):
     source = random.Random(seed)
     prompts = [[source.randrange(2, 15) for _ in range(length)] for length in PROMPTS]
     prompts = [prompt for prompt in prompts for _ in range(group)]
-    params = [{"max_new_tokens": new_tokens, "temperature": 1.0, "sampling_seed": seed + i} for i in range(len(prompts))]
+    params = [
+        {"max_new_tokens": new_tokens, "temperature": 1.0, "sampling_seed": seed + i} for i in range(len(prompts))
+    ]
     engine = LocalEngine(folder)
     try:
         outputs = engine.generate(prompts, params)
