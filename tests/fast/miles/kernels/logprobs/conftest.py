@@ -1,13 +1,9 @@
-"""Triton kernels run through the interpreter here: it must be chosen before triton is imported."""
+"""Programs of the interpreter are many and small: one thread."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
