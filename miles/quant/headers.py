@@ -88,14 +88,22 @@ def _is_text(name: str) -> bool:
     return True
 
 
+def scaled_weight(name: str) -> str | None:
+    """The weight that `name` is a scale of, by its name; None if it is no scale's name."""
+    suffix = next((s for s in SCALES if name.endswith(s)), None)
+    if suffix is None:
+        return None
+    return name.removesuffix(suffix) + (".weight" if suffix.startswith(".") else "_proj")
+
+
 def quantised_weights(headers: Mapping[str, Header]) -> list[str]:
     """Weights stored in a quantised dtype, or that have a scale; in every naming that converters write."""
     found = set()
     for header in headers.values():
         for name, entry in header.tensors.items():
-            scale = next((s for s in SCALES if name.endswith(s)), None)
-            if scale is not None:
-                found.add(name.removesuffix(scale) + (".weight" if scale.startswith(".") else "_proj"))
+            weight = scaled_weight(name)
+            if weight is not None:
+                found.add(weight)
             elif entry.dtype in QUANTISED and "scale" not in name.rpartition(".")[2]:
                 found.add(name)
     return sorted(found)

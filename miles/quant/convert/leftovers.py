@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from miles.quant.convert.shards import Source
-from miles.quant.headers import QUANTISED, SCALES
+from miles.quant.headers import QUANTISED, scaled_weight
 from miles.quant.scope import is_shared_expert
 
 PACKED = (*QUANTISED, "F8_E8M0")
-
-
-def _owner(name: str) -> str | None:
-    """The weight that `name` is a scale of, by its name; None if it is no scale's name."""
-    suffix = next((s for s in SCALES if name.endswith(s)), None)
-    if suffix is None:
-        return None
-    return name.removesuffix(suffix) + (".weight" if suffix.startswith(".") else "_proj")
 
 
 def quantised_left(source: Source, kept: Iterable[str], *, reads: str, written: Collection[str] = ()) -> list[str]:
@@ -28,7 +20,7 @@ def quantised_left(source: Source, kept: Iterable[str], *, reads: str, written: 
     faults = []
     for name in kept:
         spec = source.tensors[name].spec
-        owner = _owner(name)
+        owner = scaled_weight(name)
         packed_owner = owner in source.tensors and source.tensors[owner].spec.dtype in PACKED
         if name in written or packed_owner:
             continue

@@ -186,7 +186,7 @@ def test_a_started_process_does_not_inherit_the_lock(recipe: Make) -> None:
         child = subprocess.Popen(["sleep", "30"], close_fds=False)
     try:
         with claimed(locate(made, []), made, fresh=False):
-            pass
+            assert child.poll() is None, "the folder is free although the child lives"
     finally:
         child.kill()
         child.wait()
