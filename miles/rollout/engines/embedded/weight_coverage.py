@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from itertools import pairwise
 from math import prod
 
-from miles.data.weight_bucket import Slot
+from miles.weight_wire.bucket import Slot
 
 # Far above what a plan cuts a parameter into; bounds what a sender can make the engine remember.
 MAX_PIECES = 4096

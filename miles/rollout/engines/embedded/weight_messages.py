@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.data.weight_bucket import SCHEMA
 from miles.rollout.engines.embedded.fields import Fields
 from miles.rollout.engines.embedded.weight_group import BACKENDS
 from miles.rollout.engines.embedded.weight_state import BeginUpdate
+from miles.weight_wire.bucket import SCHEMA
 
 PAUSE_MODES = ("retract", "abort", "in_place")
 # A day: longer than any wait of a sender; an update or a wait ends earlier when its client leaves.

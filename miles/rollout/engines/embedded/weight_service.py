@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from miles.data.shared_buffer import AttachedBuffers
-from miles.data.weight_bucket import SCHEMA, BucketHeader, WeightWireError, host_identity
 from miles.rollout.engines.embedded import weight_messages as messages
 from miles.rollout.engines.embedded.fields import Fields, read_object
 from miles.rollout.engines.embedded.network_wait import NOBODY, Caller, ClientLeft, NetworkWaits
@@ -28,6 +26,8 @@ from miles.rollout.engines.embedded.weight_host import UPDATE_PAUSE, WeightHost
 from miles.rollout.engines.embedded.weight_source import open_source
 from miles.rollout.engines.embedded.weight_state import BeginUpdate, WeightUpdateError
 from miles.rollout.engines.embedded.weights import WeightReceiver, table_of
+from miles.weight_wire.bucket import SCHEMA, BucketHeader, WeightWireError, host_identity
+from miles.weight_wire.shared_buffer import AttachedBuffers
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from miles.data.weight_bucket import WeightWireError
-from miles.data.weight_delta import WeightDelta
-from miles.data.weight_folder import WeightFolder
 from miles.rollout.engines.embedded.weight_messages import DiskMessage
+from miles.weight_wire.bucket import WeightWireError
+from miles.weight_wire.delta import WeightDelta
+from miles.weight_wire.folder import WeightFolder
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import NoReturn
 
 import torch
 
-from miles.data.weight_bucket import BucketHeader, Piece, Slot, WeightWireError, digest, dtype_name, piece_view
-from miles.data.weight_table import EngineTable, ParamEntry, parts_of
 from miles.rollout.engines.embedded.weight_coverage import Coverage
 from miles.rollout.engines.embedded.weight_state import BeginUpdate, UpdateSession, WeightState, WeightUpdateError
+from miles.weight_wire.bucket import BucketHeader, Piece, Slot, WeightWireError, digest, dtype_name, piece_view
+from miles.weight_wire.table import EngineTable, ParamEntry, parts_of
 
 # What post-processing of a module was last run for: (run id, version, bytes received).
 Stamp = tuple[str, int, int]
