@@ -11,10 +11,10 @@ import torch
 from miles.algos.advantages import estimator
 from miles.algos.config import AlgoConfig, KLConfig
 from miles.algos.declared import BUILT_IN, Declared
-from miles.algos.estimate import count_for, estimate_advantages, prepare_steps
 from miles.algos.losses import loss_function, policy_loss
 from miles.algos.objective import step_objective
 from miles.algos.sequences import Sequences
+from miles.algos.step_batches import count_for, estimate_advantages, prepare_steps
 from miles.config import ConfigError
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors
