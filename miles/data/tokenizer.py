@@ -46,6 +46,19 @@ class Tokenizer:
         self.eos_id = self._special(settings, "eos_token", folder)
         self.pad_id = self._special(settings, "pad_token", folder) if settings.get("pad_token") else self.eos_id
 
+    @property
+    def added_tokens(self) -> dict[int, str]:
+        """Tokens that text is searched for before it is split, special ones among them; by id."""
+        return {index: token.content for index, token in self._backend.get_added_tokens_decoder().items()}
+
+    def text_of(self, index: int) -> str | None:
+        """A token as the vocabulary spells it; None for an id without one."""
+        return self._backend.id_to_token(index) if 0 <= index < 1 << 32 else None
+
+    def id_of(self, text: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        return self._backend.token_to_id(text)
+
     def _special(self, settings: dict[str, Any], key: str, folder: Path) -> int:
         token = settings.get(key)
         text = token.get("content") if isinstance(token, dict) else token
