@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
-from miles.recipe import idle_rules, measured, nvfp4_rules
+from miles.recipe import idle_rules, measured, nvfp4_rules, tokenizer_files
 from miles.recipe.inputs import check_files, first_prompts
 from miles.recipe.schema import Recipe
 
@@ -37,12 +37,14 @@ class Finding:
 class Facts:
     """What the rules may know beside the recipe. `hf_config`: the model's config.json, or what it will be.
 
-    `longest_prompt`: tokens of the longest among the prompts that come first.
+    `longest_prompt`: tokens of the longest among the prompts that come first. `tokenizer`: what its files ask for that
+    a run does otherwise.
     """
 
     hf_config: Mapping[str, Any]
     where: str
     longest_prompt: int = 1
+    tokenizer: tuple[tokenizer_files.Objection, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def model_facts(recipe: Recipe) -> Facts:
 
     if recipe.model.path is not None:
         path = Path(recipe.model.path)
-        return Facts(read_hf_config(path), str(path / "config.json"))
+        said = tuple(tokenizer_files.objections(path))
+        return Facts(read_hf_config(path), str(path / "config.json"), tokenizer=said)
     from miles.data.tasks import build_task
 
     vocabulary = len(dict.fromkeys(build_task(recipe.data, recipe.seed).alphabet)) + 2
@@ -138,6 +141,12 @@ def _stop_ids(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     if wrong:
         message = f"rollout.stop_token_ids has {', '.join(wrong)}, but the model's tokens are 0 to {size - 1}"
         yield Finding("STOP-IDS", "error", message, "name ids of the model's tokenizer")
+
+
+def _tokenizer(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del recipe
+    for severity, message, fix in facts.tokenizer:
+        yield Finding("TOKENIZER", severity, message, fix)
 
 
 def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -247,6 +256,7 @@ RULES: tuple[Rule, ...] = (
     Rule("ROLLOUT-MODE", "Only combinations that the loop drives may start.", _rollout_mode),
     Rule("DEVICES", "Every trainer rank on a GPU needs one, and every rank and engine is a process.", _devices),
     Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
+    Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
     Rule("IDLE", "An option that acts nowhere in this run promises what does not happen.", _idle),

@@ -13,6 +13,7 @@ import pytest
 from miles.config import ConfigError
 from miles.recipe.rules import RULES, Facts, Finding, check, check_or_raise, facts_of
 from miles.recipe.schema import Recipe
+from miles.recipe.tokenizer_files import Objection
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -38,6 +39,10 @@ VALIDATED = {"status": "validated", "hardware": "2 CPU cores", "date": "2026-01-
 
 def recipe(**sections: Any) -> Recipe:
     return Recipe.model_validate_json(json.dumps({"name": "r", "validation": VALIDATED, **sections}))
+
+
+def told(*objections: Objection) -> Facts:
+    return replace(facts(), tokenizer=objections)
 
 
 def facts(**changes: Any) -> Facts:
@@ -83,6 +88,7 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"stop_token_ids": [0, 31]}), facts()),
         (recipe(rollout={"stop_token_ids": [32]}), facts()),
     ),
+    "TOKENIZER": ((recipe(), told()), (recipe(), told(("warning", "padding is not applied", "remove it")))),
     "REWARD": (
         (recipe(rollout={"reward": {"kind": "regex", "options": {"pattern": "x"}}}), facts()),
         (recipe(rollout={"reward": {"kind": "regex"}}), facts()),
