@@ -79,6 +79,17 @@ def model_facts(recipe: Recipe) -> Facts:
     return Facts(family.hf_config(recipe.model.create, vocabulary, special), "model.create")
 
 
+def _user_code(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    """Estimator and loss of the user's own: imported, asked for their needs, and these compared with the options."""
+    del facts
+    try:
+        recipe.algo.check_declared()
+        recipe.check_group_size()
+    except (ConfigError, ValueError) as error:
+        message, _, fix = str(error).partition("; ")
+        yield Finding("USER-CODE", "error", message, fix)
+
+
 def _parallelism(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     from miles.models import registry
     from miles.train.errors import ParallelismError
@@ -184,8 +195,11 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         )
         fix = "set data.global_batch_size below the step's rollouts, or algo.correction.bypass=true, or remove opsm"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
-    if recipe.algo.loss == "sft":
-        message = "algo.loss sft repeats every answer whatever its reward, and the loop's answers are the policy's own"
+    if not recipe.algo.declared_loss.advantages:
+        message = (
+            f"algo.loss {recipe.algo.loss} repeats every answer whatever its reward, and the loop's answers are the "
+            "policy's own"
+        )
         fix = "use algo.loss=ppo_clip; supervised data goes through miles.algos.step_batches.prepare_steps"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
     if engine.engine != "embedded":
@@ -231,7 +245,9 @@ def _validation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("VALIDATION", "warning", message, "compare the first run with care")
 
 
+USER_CODE = Rule("USER-CODE", "Code of your own must import, take its arguments and get what it declares.", _user_code)
 RULES: tuple[Rule, ...] = (
+    USER_CODE,
     Rule("FAMILY", "The recipe's family must be the one that the checkpoint states.", _family),
     Rule("PARALLEL", "Heads, KV groups, layers and experts must divide over the mesh.", _parallelism),
     Rule("SEQ-FIT", "Prompt and response must fit the model's positions.", _sequence_fits),
@@ -251,6 +267,8 @@ RULES: tuple[Rule, ...] = (
 
 def check(recipe: Recipe, facts: Facts) -> list[Finding]:
     """All findings, errors first, in the order of `RULES`."""
+    if broken := list(USER_CODE.check(recipe, facts)):
+        return broken  # the other rules ask it what it needs
     findings = [finding for rule in RULES for finding in rule.check(recipe, facts)]
     return sorted(findings, key=lambda finding: finding.severity != "error")
 
