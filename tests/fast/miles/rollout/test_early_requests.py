@@ -103,18 +103,22 @@ def on_policy(engine, cfg, versions, *, early, skipped=(), generate=single_turn)
     async def run():
         rollout = SyncRollout(cfg, engine, FakePrompts(), Letters(), run_seed=7, generate=generate)
         batches = []
+        await rollout.start(versions[0])
         try:
             for step, version in enumerate(versions):
-                batches.append(await rollout.collect(step, weight_version=version))
+                batches.append(await rollout.collect(step))
                 if step + 1 == len(versions):
                     break
                 if early:
-                    assert await rollout.ask_early(version + 1)
-                    await asyncio.sleep(0)
+                    asked = len(engine.requests)
+                    await rollout.prefetch(version + 1)
+                    await asyncio.sleep(0.001)
+                    assert len(engine.requests) > asked
                 if step in skipped:
-                    await rollout.ask_again()
+                    await rollout.on_skipped_step()
                 else:
                     await engine.serve(version + 1)
+                    await rollout.on_new_version(version + 1)
         finally:
             await rollout.close()
         return batches
@@ -141,17 +145,46 @@ def test_engines_and_generate_functions_that_cannot_wait_are_not_asked_early():
     async def ask(engine, generate):
         prompts = FakePrompts()
         rollout = SyncRollout(config(), engine, prompts, Letters(), run_seed=7, generate=generate)
-        return await rollout.ask_early(1), prompts.next, engine.requests
+        await rollout.prefetch(1)
+        await asyncio.sleep(0.01)
+        await rollout.close()
+        return prompts.next, len(engine.requests)
 
-    assert asyncio.run(ask(FakeEngine(), single_turn)) == (False, 0, [])
-    assert asyncio.run(ask(FakeEngine(holds_requests=True), own)) == (False, 0, [])
+    assert asyncio.run(ask(FakeEngine(), single_turn)) == (0, 0)
+    assert asyncio.run(ask(FakeEngine(holds_requests=True), own)) == (0, 0)
+    assert asyncio.run(ask(FakeEngine(holds_requests=True), single_turn)) == (3, 12)
+
+
+def test_a_checkpoint_holds_the_prompts_that_were_prefetched_but_not_collected():
+    async def run():
+        engine, prompts = FakeEngine(holds_requests=True), FakePrompts()
+        rollout = SyncRollout(config(), engine, prompts, Letters(), run_seed=7)
+        await rollout.start(0)
+        await rollout.collect(0)
+        await rollout.prefetch(1)
+        state, drawn = rollout.state(), prompts.next
+        await engine.serve(1)
+        await rollout.on_new_version(1)
+        second = await rollout.collect(1)
+        after = rollout.state()
+        await rollout.close()
+
+        fresh = FakePrompts()
+        resumed = SyncRollout(config(), FakeEngine(version=1), fresh, Letters(), run_seed=7)
+        resumed.restore(state)
+        await resumed.start(1)
+        return state, drawn, after, essence(second), essence(await resumed.collect(1))
+
+    state, drawn, after, second, again = asyncio.run(run())
+    assert (state, drawn, after) == ({"prompts": {"next_index": 3}}, 6, {"prompts": {"next_index": 6}})
+    assert again == second
 
 
 def test_closing_takes_back_what_waits():
     async def run():
         engine = FakeEngine(holds_requests=True)
         rollout = SyncRollout(config(), engine, FakePrompts(), Letters(), run_seed=7)
-        await rollout.ask_early(1)
+        await rollout.prefetch(1)
         await asyncio.sleep(0.01)
         assert len(engine.requests) == 12
         await rollout.close()
