@@ -25,6 +25,7 @@ from miles.data.batch import RankBatch
 from miles.models import registry
 from miles.models.family import read_hf_config
 from miles.models.hf_files import FolderWriter, copy_tokenizer_files, write_json, write_shards
+from miles.models.spellings import complete, stated_dtype
 from miles.quant import contract as contracts
 from miles.quant.contract import QuantContract
 from miles.train import checkpoint
@@ -179,7 +180,7 @@ class MegatronBackend:
             for _ in tensors:
                 pass
             return
-        dtype = getattr(torch, str(self.hf_config.get("dtype") or self.hf_config.get("torch_dtype") or "float32"))
+        dtype = getattr(torch, stated_dtype(self.hf_config))
         with FolderWriter(Path(directory)) as folder:
             copy_tokenizer_files(self.model_dir, folder)
             write_json(folder / "config.json", self.hf_config)
@@ -218,7 +219,7 @@ class MegatronBackend:
         if found.path is None or found.manifest is None:
             return None
         manifest = found.manifest
-        if manifest.family != self.family.name or manifest.settings["hf_config"] != self.hf_config:
+        if manifest.family != self.family.name or complete(manifest.settings["hf_config"]) != self.hf_config:
             raise CheckpointError(
                 f"{found.path}: holds a {manifest.family} model with another config.json than {self.model_dir}; "
                 "resume with the model it was started from or choose another run folder"
