@@ -20,6 +20,7 @@ OURSELVES = "tests/fast/ci/select/test_named_files.py"
 MADE_UP = {
     ("tests/fast/ci/declare/test_syntax.py", ".gitignore"),
     ("tests/fast/ci/select/test_affected.py", "README.md"),
+    ("tests/fast/ci/select/test_affected.py", "ci/README.md"),
     ("tests/fast/ci/select/test_affected.py", "docs/README.md"),
     ("tests/fast/ci/test_no_project_word.py", "README.md"),
     ("tests/fast/ci/workflows/test_patches_edits_images.py", "README.md"),
