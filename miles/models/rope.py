@@ -20,7 +20,6 @@ from miles.models.errors import ModelError, UnsupportedModelError
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("plain", "linear", "yarn", "llama3")
 _KIND_OF_HF = {"default": "plain", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}
 
 
