@@ -161,6 +161,9 @@ class BucketStager:
         self._current, self._pieces, self._end = None, [], 0
 
     def _stage(self, group: list[tuple[PlanEntry, torch.Tensor]]) -> None:
+        # In the plan's order, which `bucket_size` counted the bytes of: alignment depends on it.
+        if len(group) > 1:
+            group.sort(key=lambda item: self.plan.positions[item[0]])
         sizes = [_size(entry) for entry, _ in group]
         offsets, end = place(self._end, sizes)
         if end > self.bucket.nbytes:
