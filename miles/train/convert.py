@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from miles.models import registry
 from miles.models.family import read_hf_config
 from miles.models.hf_files import FolderWriter, HFCheckpoint, copy_tokenizer_files, write_json, write_shards
+from miles.models.spellings import stated_dtype
 from miles.models.weightmap import BoundMap
 from miles.quant import contract as contracts
 from miles.quant.export import export_nvfp4
@@ -154,7 +155,7 @@ def _policy(path: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]
     hf_config = manifest.settings["hf_config"]
     family = registry.by_name(manifest.family)
     shards = ModelShards(path, manifest, "policy", family.weights.bind(family.to_mcore(hf_config).map_shape))
-    dtype = getattr(torch, str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"))
+    dtype = getattr(torch, stated_dtype(hf_config))
     for name, tensor in shards.full("model"):
         yield name, tensor.to(dtype)
 
