@@ -96,10 +96,6 @@ class MicroBatch:
         assert self.support is not None
         return np.diff(self.support.offsets[np.cumsum(np.append(0, self.token_counts))])
 
-    @property
-    def is_dummy(self) -> bool:
-        return bool((self.sample_index < 0).all())
-
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:

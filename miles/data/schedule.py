@@ -56,16 +56,10 @@ class StepSchedule:
     ranks: tuple[tuple[Bin, ...], ...]
     samples: Bin
 
-    @property
-    def micro_batches_per_rank(self) -> int:
-        return len(self.ranks[0])
-
 
 @dataclass(frozen=True, slots=True)
 class DPSchedule:
     steps: tuple[StepSchedule, ...]
-    dropped_rollouts: int
-    dropped_samples: Bin
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -86,7 +80,7 @@ def build_dp_schedule(
     sizes = [int(x) for x in lengths]
     if sizes and min(sizes) < 1:
         raise ValueError(f"schedule: sample {sizes.index(min(sizes))} has no tokens")
-    steps, dropped, dropped_rollouts = _split_into_steps(rollout_ids, config)
+    steps, dropped_rollouts = _split_into_steps(rollout_ids, config)
     if active is not None:
         steps = [[i for i in members if active[i]] for members in steps]
     costs = _costs(sizes, config)
@@ -104,10 +98,10 @@ def build_dp_schedule(
         "data/padding_share": 1.0 - sum(used) / held if held else 0.0,
         "data/balance_max_over_mean": sum(map(max, loads)) / mean if mean > 0 else 1.0,
     }
-    return DPSchedule(tuple(scheduled), dropped_rollouts, tuple(dropped), metrics)
+    return DPSchedule(tuple(scheduled), metrics)
 
 
-def _split_into_steps(rollout_ids: Sequence[int], config: ScheduleConfig) -> tuple[list[list[int]], list[int], int]:
+def _split_into_steps(rollout_ids: Sequence[int], config: ScheduleConfig) -> tuple[list[list[int]], int]:
     by_rollout: dict[int, list[int]] = {}
     for index, rollout_id in enumerate(rollout_ids):
         by_rollout.setdefault(rollout_id, []).append(index)
@@ -118,7 +112,7 @@ def _split_into_steps(rollout_ids: Sequence[int], config: ScheduleConfig) -> tup
     if steps and len(steps[-1]) < size and config.partial_step == "drop":
         dropped = steps.pop()
     flat = [sorted(i for rollout in step for i in rollout) for step in steps]
-    return flat, sorted(i for rollout in dropped for i in rollout), len(dropped)
+    return flat, len(dropped)
 
 
 def _costs(sizes: list[int], config: ScheduleConfig) -> list[float]:

@@ -134,14 +134,6 @@ def finish_failed_bundle(folder: Path, manifest: Mapping[str, Any], failure: Ste
     finish_bundle(closing, {**manifest, "failure": asdict(failure)})
 
 
-def write_bundle(root: Path, step: int, manifest: Mapping[str, Any], ranks: Mapping[int, RankRecord]) -> Path:
-    """All of a bundle from one process; returns `root/step_<n>`."""
-    folder = open_bundle(root, step)
-    for rank, record in ranks.items():
-        write_rank(folder, rank, record)
-    return finish_bundle(folder, {"step": step, **manifest})
-
-
 def load_bundle(folder: Path) -> StepBundle:
     """Verify and read a bundle. `ReplayError` names the file that is missing, damaged or of another schema."""
     count = verify(folder)

@@ -74,8 +74,8 @@ def test_ranks_without_samples_get_a_masked_dummy_with_the_same_fields(make_samp
     log_probs = np.zeros(4, dtype=np.float32)
     sample = make_sample(rollout_log_probs=log_probs, sampling_mask=mask)
     real, dummy = (rank[0] for rank in batch_of([sample], ranks=2, use_support=True, pad_id=9).ranks)
-    assert not real.is_dummy
-    assert dummy.is_dummy
+    assert real.sample_index.tolist() == [0]
+    assert (dummy.sample_index < 0).all()
     assert dummy.weights.tolist() == [0.0]
     assert dummy.input_ids.tolist() == [[9, 9]]
     assert dummy.rollout_log_probs is not None

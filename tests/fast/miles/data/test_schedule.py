@@ -48,9 +48,11 @@ def test_schedule_properties(problem):
     lengths, rollouts, config = problem
     schedule = build_dp_schedule(lengths, rollouts, config)
     seen = [i for step in schedule.steps for rank in step.ranks for b in rank for i in b]
-    # Once each, or dropped.
-    assert sorted([*seen, *schedule.dropped_samples]) == list(range(len(lengths)))
-    assert (config.partial_step == "drop") or not schedule.dropped_samples
+    # Once each, or dropped with its whole rollout.
+    lost = set(range(len(lengths))) - set(seen)
+    assert len(seen) == len(set(seen))
+    assert schedule.metrics["data/dropped_rollouts"] == len({rollouts[i] for i in lost})
+    assert config.partial_step == "drop" or not lost
     step_of = {i: k for k, step in enumerate(schedule.steps) for i in step.samples}
     for rollout in set(rollouts):
         members = [i for i, r in enumerate(rollouts) if r == rollout]
@@ -60,7 +62,7 @@ def test_schedule_properties(problem):
             count = len({rollouts[i] for i in step.samples})
             assert count == config.global_batch_size or (config.partial_step == "train" and step is schedule.steps[-1])
         assert len({len(rank) for rank in step.ranks}) == 1, "unequal counts"
-        assert step.micro_batches_per_rank % config.micro_batch_multiple == 0
+        assert len(step.ranks[0]) % config.micro_batch_multiple == 0
         for rank in step.ranks:
             for b in rank:
                 assert config.layout.padding.tokens([lengths[i] for i in b]) <= config.capacity or len(b) == 1
@@ -120,8 +122,8 @@ def test_balance_is_judged_within_each_step():
 
 def test_dropped_rollouts_are_counted():
     schedule = build_dp_schedule([1] * 5, [0, 0, 1, 2, 3], ScheduleConfig(global_batch_size=3))
-    assert schedule.dropped_rollouts == schedule.metrics["data/dropped_rollouts"] == 1
-    assert schedule.dropped_samples == (4,)
+    assert schedule.metrics["data/dropped_rollouts"] == 1
+    assert [step.samples for step in schedule.steps] == [(0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize(

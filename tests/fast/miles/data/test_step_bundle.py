@@ -20,13 +20,12 @@ from miles.data.step_bundle import (
     finish_failed_bundle,
     load_bundle,
     open_bundle,
-    write_bundle,
     write_rank,
 )
 
 
 @pytest.fixture
-def bundle(make_sample, tmp_path):
+def bundle(make_sample, write_bundle, tmp_path):
     samples = [
         make_sample(
             4,
@@ -118,7 +117,7 @@ def test_every_flipped_bit_of_the_marker_is_blamed_on_the_marker(bundle):
 @pytest.mark.parametrize(
     "names", [("rank_1.json", "rank_1.safetensors"), ("rank_0.safetensors",), ("rank_0.json",), ("manifest.json",)]
 )
-def test_a_bundle_without_every_file_of_every_rank_is_refused(bundle, names):
+def test_a_bundle_without_every_file_of_every_rank_is_refused(bundle, write_bundle, names):
     folder, records = bundle
     mesh = {"tp": 1, "pp": 1, "cp": 1, "dp": 2}
     folder = write_bundle(folder.parent, 13, {"mesh": mesh}, records)
@@ -149,7 +148,7 @@ def test_a_folder_that_is_no_bundle_says_where_one_is(bundle, tmp_path):
         load_bundle(folder.parent)
 
 
-def test_a_run_folder_names_the_later_optimizer_steps_too(bundle, tmp_path):
+def test_a_run_folder_names_the_later_optimizer_steps_too(bundle, write_bundle, tmp_path):
     _, records = bundle
     for step in (2, 10):
         write_bundle(tmp_path / "run/replay", step, {}, records)
