@@ -42,6 +42,6 @@ def test_a_row_that_sequence_parallelism_does_not_divide_says_how_to_pad(ranks):
     from miles.train.errors import TrainError
 
     with pytest.raises(
-        TrainError, match=r"7 tokens, which tp=2 .* does not divide; build the batch with pad_multiple=2"
+        TrainError, match=r"7 tokens, which tp=2 .* does not divide; build the batch with layout\.pad_multiple=2"
     ):
         given(ranks, [[1, 2, 3], [1, 2, 3, 4]], tp=2, sp=True)
