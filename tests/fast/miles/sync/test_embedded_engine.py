@@ -17,6 +17,7 @@ from miles.rollout.engines.embedded.launch import launch
 from miles.sync.config import SyncConfig
 from miles.sync.errors import NoEngineLeft
 from miles.sync.session import WeightPusher
+from miles.sync.source import weight_map_of
 
 VOCAB = 32
 
@@ -156,6 +157,11 @@ class Interrupted:
             yield item
 
 
+def push_interrupted(pusher, weights, version, during):
+    # With a weight map the update has begun before the first weight is read.
+    pusher.push(Interrupted(weights, during), version, weight_map=weight_map_of(list(weights.items())))
+
+
 def test_memory_released_and_resumed_during_an_update_is_refused_and_nothing_is_lost(engine, pusher, shapes):
     """What was served after it were the zeros that came back, as the new version."""
     version, replies = version_of(engine) + 1, []
@@ -164,7 +170,7 @@ def test_memory_released_and_resumed_during_an_update_is_refused_and_nothing_is_
         for path in ("release_memory_occupation", "resume_memory_occupation"):
             replies.append(ask(engine.url, f"/{path}", {"tags": ["weights"]}, token=engine.token))
 
-    pusher.push(Interrupted(saying(shapes, 14), during), version)
+    push_interrupted(pusher, saying(shapes, 14), version, during)
     for code, reply in replies:
         assert (code, reply["code"], reply["weights"]["state"]) == (409, "illegal_transition", "updating")
         assert reply["weights"]["allowed"] == ["finish", "fail", "read_weights"]
@@ -192,7 +198,7 @@ def test_a_users_pause_during_an_update_is_kept(engine, pusher, shapes):
     def pause():
         assert ask(engine.url, "/pause_generation", {"mode": "retract"}, token=engine.token)[0] == 200
 
-    pusher.push(Interrupted(saying(shapes, 16), pause), version_of(engine) + 1)
+    push_interrupted(pusher, saying(shapes, 16), version_of(engine) + 1, pause)
     info = ask(engine.url, "/server_info", token=engine.token)[1]
     assert info["pauses"] == [{"owner": "user", "mode": "retract"}]
     with ThreadPoolExecutor(1) as pool:
