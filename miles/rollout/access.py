@@ -6,13 +6,11 @@ file that only its owner can read; in HTTP as a header. It is never in a command
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import secrets
 import stat
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +86,6 @@ def read_file(path: Path) -> str:
             return checked(file.read(MAX_LENGTH + 1).strip(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: the token cannot be read: {error}") from None
-
-
-@contextlib.contextmanager
-def token_file(token: str) -> Iterator[Path]:
-    """The token in a new file of mode 0600, for as long as the block runs."""
-    fd, name = tempfile.mkstemp(prefix="miles-token-")
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write(token + "\n")
-        yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def checked(token: str, where: str) -> str:

@@ -71,18 +71,18 @@ def test_a_token_comes_out_of_a_pipe_once():
 
 def test_a_token_file_must_be_its_owners_alone(tmp_path):
     token = access.new_token()
-    with access.token_file(token) as path:
-        assert access.read_file(path) == token
-        path.chmod(0o640)
-        with pytest.raises(ConfigError, match="mode 0600"):
-            access.read_file(path)
-        path.chmod(0o600)
-        (tmp_path / "link").symlink_to(path)
-        with pytest.raises(ConfigError, match="cannot be read"):
-            access.read_file(tmp_path / "link")
-    assert not path.exists()
-    with pytest.raises(ConfigError, match="cannot be read"):
+    path = tmp_path / "token"
+    path.write_text(token + "\n")
+    path.chmod(0o600)
+    assert access.read_file(path) == token
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 0600"):
         access.read_file(path)
+    path.chmod(0o600)
+    (tmp_path / "link").symlink_to(path)
+    for other in (tmp_path / "link", tmp_path / "nothing"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            access.read_file(other)
 
 
 @pytest.mark.parametrize(
