@@ -33,6 +33,7 @@ from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
+from miles.orchestrate.schedule import schedule_config
 from miles.recipe import Recipe, digest
 from miles.rollout.engine import Engine
 from miles.rollout.pool import EnginePool
@@ -113,11 +114,10 @@ class _Session:
                     actors,
                     rollout,
                     folder,
-                    self.tokenizer.pad_id,
+                    schedule_config(recipe, pad_id=self.tokenizer.pad_id, flops=self._flops()),
                     record,
                     log.sync,
                     version=version,
-                    flops=self._flops(),
                     watch=GradientWatch(recipe.algo, recipe.run.no_gradient_warning_steps, self.progress.warn, rows),
                 )
                 # What start-up made lives to the end: collections during the steps need not walk over it.
