@@ -11,10 +11,10 @@ import pytest
 import torch
 from sync_engines import ask, same, status, zeros_like
 
-from ci.declare import register_cpu_ci
 from miles.sync.config import SyncConfig
 from miles.sync.errors import NoEngineLeft, SyncOptionError
 from miles.sync.session import WeightPusher
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(30, "stage-a-cpu", nightly=True)
 
@@ -93,7 +93,7 @@ def weights():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 pusher = WeightPusher([sys.argv[1]], SyncConfig(bucket_bytes=4096, timeout_s=1.0), "killed")
-from miles.sync.plan import SourceSpec
+from miles.sync.entry import SourceSpec
 pusher.push(weights(), 7, weight_map={n: SourceSpec((3000,), "float32") for n in "abc"})
 """
 
