@@ -14,6 +14,7 @@ from miles.recipe import Recipe
 from miles.rollout.async_rollout import AsyncRollout
 from miles.rollout.engine import Engine
 from miles.rollout.groups import RolloutBatch
+from miles.rollout.rewards import RewardPool
 from miles.rollout.sync_rollout import SyncRollout
 
 
@@ -35,11 +36,13 @@ class OnPolicy:
     The requests of step k + 1 are made and sent while step k trains; the engine starts them with the new weights.
     """
 
-    def __init__(self, recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer, rewards: RewardPool
+    ) -> None:
         self._prompts, self._version = prompts, 0
         # Where the stream stood before prompts were drawn ahead: what a checkpoint must hold.
         self._cursor: dict[str, Any] | None = None
-        self._rollout = SyncRollout(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed)
+        self._rollout = SyncRollout(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed, rewards=rewards)
 
     async def start(self, version: int) -> None:
         self._version = version
@@ -73,8 +76,10 @@ class OnPolicy:
 class BoundedStaleness:
     """Engines generate while the trainer trains; a sample is at most `rollout.max_staleness` versions old."""
 
-    def __init__(self, recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer) -> None:
-        self._rollout = AsyncRollout(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed)
+    def __init__(
+        self, recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer, rewards: RewardPool
+    ) -> None:
+        self._rollout = AsyncRollout(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed, rewards=rewards)
 
     async def start(self, version: int) -> None:
         await self._rollout.start(version)
@@ -102,8 +107,8 @@ class BoundedStaleness:
 
 
 def open_source(
-    recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer
+    recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer, rewards: RewardPool
 ) -> OnPolicy | BoundedStaleness:
     """The source that `rollout.max_staleness` asks for."""
     kind = BoundedStaleness if recipe.rollout.max_staleness else OnPolicy
-    return kind(recipe, engine, prompts, tokenizer)
+    return kind(recipe, engine, prompts, tokenizer, rewards)

@@ -25,7 +25,7 @@ from miles.rollout.filters import FilterChain
 from miles.rollout.generate import GenerateFn, single_turn
 from miles.rollout.groups import GroupRunner, ResumablePrompts, RolloutBatch
 from miles.rollout.metrics import oldest_version, rollout_metrics
-from miles.rollout.rewards import Decoder, RewardFn
+from miles.rollout.rewards import Decoder, RewardPool
 
 MAX_ATTEMPTS = 64
 
@@ -64,7 +64,7 @@ class AsyncRollout:
         *,
         run_seed: int,
         generate: GenerateFn = single_turn,
-        reward: RewardFn | None = None,
+        rewards: RewardPool | None = None,
     ) -> None:
         if config.over_sampling != 1.0:
             raise ConfigError(
@@ -76,7 +76,7 @@ class AsyncRollout:
         self.trained_version = 0
         self._prompts = prompts
         self._runner = GroupRunner(
-            config, client, prompts, decoder, run_seed=run_seed, generate=generate, reward=reward
+            config, client, prompts, decoder, run_seed=run_seed, generate=generate, rewards=rewards
         )
         self._filters = FilterChain(config.filters, starvation_limit=config.starvation_limit)
         self._submitted = 0  # numbers given out and not given back

@@ -1,11 +1,11 @@
 r"""Recursive descent from tokens to a tree. Plain and LaTeX spelling, e.g. `3x^2/4`, `\frac{3x^2}{4}`.
 
-    answer   = relation {("," | ";" | "and" | "or") relation}
-    relation = union {("=" | "<" | "<=" | ...) union}
-    union    = sum {"\cup" sum}
-    sum      = ["+" | "-"] term {("+" | "-" | "\pm") term}
-    term     = factor {["*" | "/"] factor}              a missing sign is a product
-    factor   = {"+" | "-"} atom {postfix} ["^" factor]
+answer   = relation {("," | ";" | "and" | "or") relation}
+relation = union {("=" | "<" | "<=" | ...) union}
+union    = sum {"\cup" sum}
+sum      = ["+" | "-"] term {("+" | "-" | "\pm") term}
+term     = factor {["*" | "/"] factor}              a missing sign is a product
+factor   = {"+" | "-"} atom {postfix} ["^" factor]
 """
 
 from __future__ import annotations

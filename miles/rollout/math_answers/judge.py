@@ -16,7 +16,9 @@ RECURSION_LIMIT = 3000
 def make() -> Callable[[str, str, dict[str, Any]], float]:
     """(completion, answer, metadata) -> 1.0 where the last boxed answer equals the answer."""
     sys.setrecursionlimit(RECURSION_LIMIT)
-    import sympy  # noqa: F401 - once, before the process is copied for each worker
+    # Once, before the process is copied for each worker; `simplify` imports the second at its first call.
+    import sympy
+    import sympy.physics.units  # noqa: F401
 
     def judge(completion: str, answer: str, metadata: dict[str, Any]) -> float:
         del metadata

@@ -25,14 +25,12 @@ class Inconclusive(Exception):
     """No verdict from values: undefined at the points, or beyond the bounds."""
 
 
-_DIRECT: dict[str, Callable[..., Any]] = {
-    name: getattr(mp, name)
-    for name in (
-        "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh "
-        "exp sign re im arg"
-    ).split()
-}
-_DIRECT |= {"abs": mp.fabs, "sqrt": mp.sqrt, "conjugate": mp.conj, "min": None, "max": None}  # type: ignore[dict-item]
+_SAME_NAME = (
+    "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh "
+    "exp sign re im arg sqrt"
+)
+_DIRECT: dict[str, Callable[[Any], Any]] = {name: getattr(mp, name) for name in _SAME_NAME.split()}
+_DIRECT |= {"abs": mp.fabs, "conjugate": mp.conj}
 _BOUNDED = frozenset(("exp", "sinh", "cosh", "factorial", "gamma", "binomial", "sin", "cos", "tan"))
 
 
@@ -160,9 +158,7 @@ def identical(a: Node, b: Node) -> bool:
     for point in points:
         try:
             agree, largest = _difference(a, b, point, DIGITS)
-            if agree:
-                agree, _ = _difference(a, b, point, CONFIRMED_DIGITS + 2 * largest // 3)
-            elif largest > 3 * DIGITS:
+            if agree or largest > 3 * DIGITS:
                 agree, _ = _difference(a, b, point, CONFIRMED_DIGITS + 2 * largest // 3)
         except Inconclusive:
             continue

@@ -24,9 +24,9 @@ from miles.rollout.math_answers.tree import (
 if TYPE_CHECKING:
     import sympy
 
-_SAME_NAME = frozenset(
+_SAME_NAME = (
     "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh exp log sqrt "
-    "sign floor ceiling re im arg conjugate gamma binomial gcd lcm".split()
+    "sign floor ceiling re im arg conjugate gamma binomial gcd lcm"
 )
 _OTHER_NAME = {"abs": "Abs", "min": "Min", "max": "Max"}
 
@@ -55,16 +55,12 @@ def build(node: Node) -> sympy.Expr:
 
 
 def _power(sympy: Any, base: Any, exponent: Any) -> Any:
-    if exponent.is_Rational and base.is_number:
-        bits = max((abs(int(n)).bit_length() for r in base.atoms(sympy.Rational) for n in (r.p, r.q)), default=2)
-        if abs(exponent) * bits > MAX_BITS:
+    if exponent.is_number and exponent.is_finite:
+        # Bits of the result where base and exponent are numbers; of the exponent alone where the base is not.
+        rationals = base.atoms(sympy.Rational) if base.is_number else ()
+        bits = max((abs(int(n)).bit_length() for r in rationals for n in (r.p, r.q)), default=1)
+        if abs(sympy.N(exponent, 15)) * bits > MAX_BITS:
             raise Unreadable("a power too large to compute")
-    elif exponent.is_number and not exponent.is_finite and base.is_number:
-        return sympy.Pow(base, exponent)
-    elif exponent.is_number and exponent.is_real and abs(sympy.N(exponent, 15)) > MAX_BITS:
-        raise Unreadable("a power too large to compute")
-    elif exponent.is_Rational and abs(exponent) > MAX_BITS:
-        raise Unreadable("a power too large to compute")
     return sympy.Pow(base, exponent)
 
 
@@ -78,7 +74,7 @@ def _call(sympy: Any, name: str, values: list[Any]) -> Any:
         if value.is_number and value.is_negative and index.is_Integer and index % 2:
             return -sympy.root(-value, index)
         return sympy.root(value, index)
-    if name in _SAME_NAME:
+    if name in _SAME_NAME.split():
         return getattr(sympy, name)(*values)
     return getattr(sympy, _OTHER_NAME[name])(*values)
 

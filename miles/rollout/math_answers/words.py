@@ -33,19 +33,18 @@ ALIASES = {
 FUNCTION_WORDS = frozenset(ARITY) | frozenset(ALIASES)
 CONSTANTS = {"pi": "pi", "e": "e", "i": "i", "oo": "oo", "infty": "oo", "inf": "oo", "infinity": "oo", "imath": "i"}
 # Inverse by a power of -1: \sin^{-1} x.
-INVERSES = {
-    name: f"a{name}"
-    for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
-}
-GREEK = frozenset(
+INVERSES = {name: f"a{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")}
+_GREEK_LETTERS = (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon "
-    "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell".split()
+    "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell"
 )
-UNITS = frozenset(
+GREEK = frozenset(_GREEK_LETTERS.split())
+_UNIT_WORDS = (
     "cm mm km kg mg ml mph inch inches foot feet ft meter meters metre metres mile miles hour hours minute minutes "
     "second seconds day days week weeks month months year years dollar dollars cent cents degree degrees unit units "
-    "percent square cubic".split()
+    "percent square cubic"
 )
+UNITS = frozenset(_UNIT_WORDS.split())
 SAME_UNIT = {
     "degrees": "degree",
     "deg": "degree",
@@ -85,7 +84,10 @@ CHARACTERS = str.maketrans(
         "\u03b8": r"\theta ",
         "\u03b1": r"\alpha ",
         "\u03b2": r"\beta ",
-        **{character: f"^{{{number}}}" for number, character in enumerate("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")},
+        **{
+            character: f"^{{{number}}}"
+            for number, character in enumerate("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+        },
     }
 )
 # LaTeX commands that are one of our operators.

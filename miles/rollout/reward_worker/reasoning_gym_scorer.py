@@ -52,6 +52,7 @@ def replace_evaluation(dataset: Any) -> None:
     """`eval`, `exec` and `parse_expr` in the modules of a data set's scorer, and SymPy's text reader everywhere."""
     import sympy
     import sympy.parsing.sympy_parser
+    import sympy.physics.units  # reads its own names as text when it is imported
 
     for base in type(dataset).__mro__:
         module = sys.modules[base.__module__]

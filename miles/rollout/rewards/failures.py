@@ -25,6 +25,11 @@ class WorkerFailure(Exception):
         self.detail = detail
 
 
+def without_own_frames(output: str) -> str:
+    """What a worker said, less the frames of its own loop."""
+    return "\n".join(line for line in output.splitlines() if "/reward_worker/" not in line)
+
+
 def place_in_output(output: str) -> str | None:
     """The innermost frame of the function in what `faulthandler` wrote, libraries of Python left out."""
     frames = [m for m in _FRAME.finditer(output) if "/reward_worker/" not in m["file"]]

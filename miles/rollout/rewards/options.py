@@ -20,7 +20,7 @@ def read_options(kind: str, given: dict[str, Any], **known: tuple[type | tuple[t
     values = {}
     for name, (kinds, default) in known.items():
         value = given.get(name, default)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != bool):
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             wanted = _MEANING[kinds]
             if name not in given:
                 raise ConfigError(

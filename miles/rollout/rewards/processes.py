@@ -21,7 +21,7 @@ from typing import Any
 
 from miles.rollout.reward_worker import fork_server, linux
 from miles.rollout.reward_worker.wire import HEADER, MAX_OUTPUT, MAX_REPLY, Request, request_frame
-from miles.rollout.rewards.failures import WorkerFailure, place_in_output
+from miles.rollout.rewards.failures import WorkerFailure, place_in_output, without_own_frames
 from miles.rollout.rewards.function import WorkerCall
 
 # Until a worker says that it is there: the first import of the function's module on a busy machine.
@@ -110,7 +110,7 @@ class WorkerProcesses:
             await self._kill(worker, dump=True)
             said = worker.said()
             message = f"no reward within rollout.reward.timeout_s={timeout_s:g}"
-            raise WorkerFailure("TimeoutError", message, place=place_in_output(said), detail=said[-MAX_TAIL:]) from None
+            raise WorkerFailure("TimeoutError", message, place=place_in_output(said), detail=without_own_frames(said)[-MAX_TAIL:]) from None
         except (EOFError, OSError):
             raise await self._death(worker) from None
         finally:
@@ -192,7 +192,9 @@ class WorkerProcesses:
         if error is not None:
             raise WorkerFailure(error["kind"], error["message"], place=error["place"], detail=error["traceback"])
         if reply.get("nonce") != request.nonce:
-            raise WorkerFailure("ReplyError", "the worker answered what nobody asked; does the function write to its descriptors?")
+            raise WorkerFailure(
+                "ReplyError", "the worker answered what nobody asked; does the function write to its descriptors?"
+            )
         return reply["reward"], reply["parts"]
 
     async def _kill(self, worker: _Worker, *, dump: bool) -> None:
@@ -209,7 +211,7 @@ class WorkerProcesses:
         lines = [line for line in said.splitlines() if line.startswith("Fatal Python error")]
         how = lines[0] if lines else "it ended itself (os._exit), or the kernel did (memory, processor time)"
         message = f"the worker process died: {how}"
-        return WorkerFailure("WorkerDied", message, place=place_in_output(said), detail=said[-MAX_TAIL:])
+        return WorkerFailure("WorkerDied", message, place=place_in_output(said), detail=without_own_frames(said)[-MAX_TAIL:])
 
     def _order(self, **order: Any) -> None:
         if self._control is not None:

@@ -15,9 +15,7 @@ def math_boxed(options: dict[str, Any]) -> RewardFn:
     timeout_s = float(read_options("math_boxed", options, timeout_s=((int, float), 5.0))["timeout_s"])
     if not 0 < timeout_s < float("inf"):
         raise ConfigError(f"rollout.reward.options.timeout_s: {timeout_s:g} is no time limit; write seconds above 0")
-    call = WorkerCall(
-        "miles.rollout.math_answers.judge:make", computes=True, memory_gib=1.5, timeout_s=timeout_s
-    )
+    call = WorkerCall("miles.rollout.math_answers.judge:make", computes=True, memory_gib=1.5, timeout_s=timeout_s)
     return RewardFn("math_boxed", worker=call, quick=_quick, masks_errors=True)
 
 
