@@ -210,6 +210,6 @@ def _reward_kl(samples: Sequence[Sample], mask: np.ndarray, config: AlgoConfig) 
 
     from miles.algos.kl import estimate
 
-    hint = "algo.kl.where=reward compares them; compute both with Backend.log_probs before the advantages"
+    hint = "algo.kl.where=reward compares them; compute both with Backend.score before the advantages"
     difference = _field(samples, _policy_field(config), hint) - _field(samples, "ref_log_probs", hint)
     return estimate(config.kl.estimator, torch.from_numpy(np.where(mask.astype(bool), difference, 0.0))).numpy()

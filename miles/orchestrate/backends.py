@@ -1,4 +1,4 @@
-"""Which implementation stands behind each seam that a recipe names: training backend and rollout engine."""
+"""Which implementation stands behind each seam that a recipe names: training backend, rollout, rollout engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 from miles.config import ConfigError
 
 if TYPE_CHECKING:
+    from miles.data.prompts import PromptSource
+    from miles.data.tokenizer import Tokenizer
     from miles.recipe import Recipe
     from miles.rollout.config import EngineConfig
+    from miles.rollout.engine import Engine
     from miles.rollout.engines.process import StartingEngine
+    from miles.rollout.protocol import Rollout
+    from miles.rollout.rewards import RewardPool
     from miles.train.megatron.backend import MegatronBackend
 
 
@@ -43,6 +48,17 @@ def build_backend(
         rope_kind=recipe.model.rope.type,
         install=install,
     )
+
+
+def open_rollout(
+    recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer, rewards: RewardPool
+) -> Rollout:
+    """Samples on policy, or at most `rollout.max_staleness` versions old."""
+    from miles.rollout.async_rollout import AsyncRollout
+    from miles.rollout.sync_rollout import SyncRollout
+
+    kind = AsyncRollout if recipe.rollout.max_staleness else SyncRollout
+    return kind(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed, rewards=rewards)
 
 
 def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path) -> StartingEngine:

@@ -1,4 +1,4 @@
-"""`EngineClient`: the client side of the engine contract, for the embedded engine and for SGLang servers.
+"""`Engine`, what a rollout asks of an engine, and `EngineClient`: the client side of the engine contract, for the embedded engine and for SGLang servers.
 
 Token ids in, token ids out; text is refused by having no place for it. Concurrent `generate` calls of one event-loop
 tick travel as one batched request. Every wait is bounded and every reply is checked before anyone sees it.
@@ -59,6 +59,15 @@ class EngineInfo:
             )
 
 
+class Engine(Protocol):
+    """What a rollout needs of `EngineClient` or `EnginePool`."""
+
+    url: str
+
+    async def info(self) -> EngineInfo: ...
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     """One `generate_many`: its requests and where their results go."""
@@ -70,15 +79,6 @@ class _Call:
     def key(self) -> _Key:
         first = self.requests[0]
         return first.batch_key, first.return_sampling_mask, first.lora_path, first.min_weight_version
-
-
-class Engine(Protocol):
-    """What a rollout needs of `EngineClient` or `EnginePool`."""
-
-    url: str
-
-    async def info(self) -> EngineInfo: ...
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]: ...
 
 
 class EngineClient:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from miles.models import registry
 from miles.models.family import read_hf_config
 from miles.models.hf_files import FolderWriter, HFCheckpoint, copy_tokenizer_files, write_json, write_shards
+from miles.models.spellings import stated_dtype
 from miles.models.weightmap import BoundMap
 from miles.quant import contract as contracts
 from miles.train import checkpoint
@@ -74,7 +75,7 @@ def checkpoint_to_hf(source: Path, target: Path, *, tokenizer_dir: Path | None =
     family = registry.by_name(manifest.family)
     model = family.to_mcore(hf_config)
     shards = ModelShards(path, manifest, "policy", family.weights.bind(model.map_shape))
-    dtype = getattr(torch, str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"))
+    dtype = getattr(torch, stated_dtype(hf_config))
     with FolderWriter(Path(target)) as folder:
         if tokenizer_dir is not None:
             copy_tokenizer_files(Path(tokenizer_dir), folder)

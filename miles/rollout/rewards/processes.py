@@ -110,7 +110,9 @@ class WorkerProcesses:
             await self._kill(worker, dump=True)
             said = worker.said()
             message = f"no reward within rollout.reward.timeout_s={timeout_s:g}"
-            raise WorkerFailure("TimeoutError", message, place=place_in_output(said), detail=without_own_frames(said)[-MAX_TAIL:]) from None
+            raise WorkerFailure(
+                "TimeoutError", message, place=place_in_output(said), detail=without_own_frames(said)[-MAX_TAIL:]
+            ) from None
         except (EOFError, OSError):
             raise await self._death(worker) from None
         finally:
@@ -211,7 +213,9 @@ class WorkerProcesses:
         lines = [line for line in said.splitlines() if line.startswith("Fatal Python error")]
         how = lines[0] if lines else "it ended itself (os._exit), or the kernel did (memory, processor time)"
         message = f"the worker process died: {how}"
-        return WorkerFailure("WorkerDied", message, place=place_in_output(said), detail=without_own_frames(said)[-MAX_TAIL:])
+        return WorkerFailure(
+            "WorkerDied", message, place=place_in_output(said), detail=without_own_frames(said)[-MAX_TAIL:]
+        )
 
     def _order(self, **order: Any) -> None:
         if self._control is not None:

@@ -61,7 +61,7 @@ def main(
     schedule = ScheduleConfig(layout="thd", max_tokens_per_gpu=512, data_parallel=layout.dp)
     prepared = prepare_steps(samples(), AlgoConfig(), schedule, pad_multiple=layout.tp if layout.sp else 1)
     batch = prepared.steps[0].for_rank(backend.parallel_layout.dp_rank)
-    scores = np.concatenate(backend.log_probs(batch)).tolist()
+    scores = np.concatenate(backend.score(batch, model="policy", output="log_probs")).tolist()
     result = {"scores": scores, "curve": [backend.step(batch) for _ in range(2)]}
     if resume_in:
         backend.save(Path(resume_in), extra={"step": 2})

@@ -27,7 +27,9 @@ def ppo(toolbox, model_dir, algo, steps, folder=None, **parallel):
         curve = []
         for _ in range(steps):
             scoring = prepare_scoring(samples, schedule, pad_multiple=multiple)
-            values = gather_scores(scoring, [backend.values(scoring.for_rank(0))], len(samples))
+            values = gather_scores(
+                scoring, [backend.score(scoring.for_rank(0), model="critic", output="values")], len(samples)
+            )
             for sample, value in zip(samples, values, strict=True):
                 sample.values = value
             batch = prepare_steps(samples, algo, schedule, pad_multiple=multiple).steps[0]
@@ -36,7 +38,9 @@ def ppo(toolbox, model_dir, algo, steps, folder=None, **parallel):
             backend.save(folder, extra={"step": steps})
             reloaded = backend.load_checkpoint(folder)
             assert reloaded is not None
-            again = backend.values(prepare_scoring(samples, schedule, pad_multiple=multiple).for_rank(0))
+            again = backend.score(
+                prepare_scoring(samples, schedule, pad_multiple=multiple).for_rank(0), model="critic", output="values"
+            )
             return curve, values, again
         return curve, values
 
@@ -81,7 +85,7 @@ def test_values_without_a_critic_are_refused(ranks, toolbox, model_dir):
 
     def body(rank, world, port):
         backend = toolbox.backend(model_dir, rank, world, port)
-        backend.values(toolbox.batch(toolbox.samples()).for_rank(0))
+        backend.score(toolbox.batch(toolbox.samples()).for_rank(0), model="critic", output="values")
 
     with pytest.raises(TrainError, match=r"there is no critic.*algo\.advantage=gae"):
         ranks(body, 1)

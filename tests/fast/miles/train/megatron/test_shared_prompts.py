@@ -29,7 +29,12 @@ def step(toolbox, model_dir, layout, share, **parallel):
         grads = dict(backend.policy.full_tensors.gather(named))
         computed = sum(item.tensors.input_ids.numel() for item in inputs)
         order = [int(index) for item in mine.micro_batches for index in item.sample_index if index >= 0]
-        return grads, backend.step(mine), dict(zip(order, backend.log_probs(mine), strict=True)), computed
+        return (
+            grads,
+            backend.step(mine),
+            dict(zip(order, backend.score(mine, model="policy", output="log_probs"), strict=True)),
+            computed,
+        )
 
     return body
 

@@ -34,7 +34,7 @@ def support_scores(toolbox, model_dir, **parallel):
         schedule = ScheduleConfig(layout="thd", context_parallel=parallel.get("cp", 1))
         batch = prepare_steps(samples, AlgoConfig(), schedule, use_support=True).steps[0].for_rank(0)
         order = [int(index) for item in batch.micro_batches for index in item.sample_index]
-        return np.concatenate(backend.log_probs(batch)), order, backend.step(batch)
+        return np.concatenate(backend.score(batch, model="policy", output="log_probs")), order, backend.step(batch)
 
     return body
 
@@ -89,7 +89,9 @@ def exact_kl(toolbox, model_dir, **parallel):
             sample.reward = 0.0  # no advantage: the KL is all of the loss
         # Scoring every sample on one data-parallel index keeps this body free of a gather.
         scoring = prepare_scoring(samples, ScheduleConfig(layout="thd"), use_support=True)
-        scores = gather_scores(scoring, [backend.reference_support(scoring.for_rank(0))], len(samples))
+        scores = gather_scores(
+            scoring, [backend.score(scoring.for_rank(0), model="reference", output="support")], len(samples)
+        )
         for sample, values in zip(samples, scores, strict=True):
             tilted = values + 0.3 * np.cos(np.arange(len(values)))
             offsets = sample.sampling_mask.offsets
@@ -152,8 +154,8 @@ def test_samples_without_a_response_are_scored_and_not_trained(layout, cut, para
         schedule = ScheduleConfig(layout=layout, context_parallel=parallel.get("cp", 1), max_tokens_per_gpu=16)
         scoring = prepare_scoring(samples, schedule, use_support=True)
         scores = [
-            gather_scores(scoring, [score(scoring.for_rank(0))], len(samples))
-            for score in (backend.log_probs, backend.values, backend.reference_support)
+            gather_scores(scoring, [backend.score(scoring.for_rank(0), model=model, output=output)], len(samples))
+            for model, output in (("policy", "log_probs"), ("critic", "values"), ("reference", "support"))
         ]
         for sample, log_probs, values, reference in zip(samples, *scores, strict=True):
             assert len(log_probs) == len(values) == sample.response_length
