@@ -96,6 +96,10 @@ class _ForkServer:
     def run(self) -> None:
         import gc
 
+        warm = getattr(self._function, "warm", None)
+        if warm is not None and not select.select([self._control], [], [], 0)[0]:
+            # Nobody waits yet: what few calls need is loaded once for all workers.
+            warm()
         gc.collect()
         gc.freeze()
         woken, waker = socket.socketpair()

@@ -14,6 +14,8 @@ from typing import Any
 
 HEADER = struct.Struct(">I")
 MAX_REPLY = 1 << 20
+MAX_REQUEST = 1 << 30
+FIRST_READ = 1 << 16
 # Standard output and error of a worker, for one call.
 MAX_OUTPUT = 1 << 18
 
@@ -41,19 +43,44 @@ def reply_frame(reply: dict[str, Any]) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def read_exactly(channel: socket.socket, size: int) -> bytes | None:
-    """Blocking; None at the end of the stream."""
-    parts, left = [], size
-    while left:
-        part = channel.recv(min(left, 1 << 20))
+class NoFrame(Exception):
+    """Bytes that are no message of ours."""
+
+
+class Incoming:
+    """Bytes of one frame as they come; one frame is on its way at a time, so most take one read."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._data = bytearray()
+
+    @property
+    def missing(self) -> int:
+        """How many bytes to read next; 0 when the frame is whole. `NoFrame` above the limit, or for bytes too many."""
+        if len(self._data) < HEADER.size:
+            return FIRST_READ
+        size = HEADER.unpack_from(self._data)[0]
+        if size > self._limit or len(self._data) > HEADER.size + size:
+            raise NoFrame
+        return HEADER.size + size - len(self._data)
+
+    def add(self, part: bytes) -> None:
+        """`EOFError` at the end of the stream."""
         if not part:
-            return None
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+            raise EOFError
+        self._data += part
+
+    @property
+    def body(self) -> bytes:
+        return bytes(self._data[HEADER.size :])
 
 
 def read_request(channel: socket.socket) -> Request | None:
-    header = read_exactly(channel, HEADER.size)
-    body = None if header is None else read_exactly(channel, HEADER.unpack(header)[0])
-    return None if body is None else Request(*pickle.loads(body))
+    """Blocking; None when the driver has closed the channel."""
+    frame = Incoming(MAX_REQUEST)
+    try:
+        while missing := frame.missing:
+            frame.add(channel.recv(missing))
+    except (EOFError, NoFrame):
+        return None
+    return Request(*pickle.loads(frame.body))

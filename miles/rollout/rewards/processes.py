@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.rollout.reward_worker import fork_server, linux
-from miles.rollout.reward_worker.wire import HEADER, MAX_OUTPUT, MAX_REPLY, Request, request_frame
+from miles.rollout.reward_worker.wire import MAX_OUTPUT, MAX_REPLY, Incoming, NoFrame, Request, request_frame
 from miles.rollout.rewards.failures import WorkerFailure, place_in_output, without_own_frames
 from miles.rollout.rewards.function import WorkerCall
 
@@ -46,6 +46,12 @@ class _Worker:
     def close(self) -> None:
         self.channel.close()
         os.close(self.output)
+
+
+def _no_reply() -> WorkerFailure:
+    return WorkerFailure(
+        "ReplyError", "the worker answered what nobody asked; does the function write to its descriptors?"
+    )
 
 
 class WorkerProcesses:
@@ -113,6 +119,8 @@ class WorkerProcesses:
             raise WorkerFailure(
                 "TimeoutError", message, place=place_in_output(said), detail=without_own_frames(said)[-MAX_TAIL:]
             ) from None
+        except NoFrame:
+            raise _no_reply() from None
         except (EOFError, OSError):
             raise await self._death(worker) from None
         finally:
@@ -125,9 +133,12 @@ class WorkerProcesses:
 
     def close(self) -> None:
         """End every process, hanging ones too; returns within seconds whatever they do."""
-        for worker in (*self._idle, *self._busy):
-            worker.channel.close()
+        for worker in self._idle:
+            worker.close()
         self._idle.clear()
+        for worker in self._busy:
+            # Its call closes the rest.
+            worker.channel.close()
         self._end_server()
 
     async def _new_worker(self) -> _Worker:
@@ -151,7 +162,7 @@ class WorkerProcesses:
             self._end_server()
             message = f"no worker within {START_TIMEOUT_S:g} s"
             raise WorkerFailure("the worker cannot start", message, detail=said) from None
-        except (EOFError, OSError):
+        except (EOFError, NoFrame, OSError):
             said = f"{self._server_said()}{worker.said()}"
             worker.close()
             raise WorkerFailure(
@@ -168,35 +179,25 @@ class WorkerProcesses:
         return await self._read(worker)
 
     async def _read(self, worker: _Worker) -> dict[str, Any]:
-        size = HEADER.unpack(await self._read_exactly(worker, HEADER.size))[0]
-        if size > MAX_REPLY:
-            raise EOFError
+        """One reply; `EOFError` at the end of the stream, `NoFrame` for anything that is no reply."""
+        loop, frame = asyncio.get_running_loop(), Incoming(MAX_REPLY)
+        while missing := frame.missing:
+            frame.add(await loop.sock_recv(worker.channel, missing))
         try:
-            reply = json.loads(await self._read_exactly(worker, size))
+            reply = json.loads(frame.body)
         except (ValueError, RecursionError):
-            raise EOFError from None
+            raise NoFrame from None
         if not isinstance(reply, dict):
-            raise EOFError
+            raise NoFrame
         return reply
-
-    async def _read_exactly(self, worker: _Worker, size: int) -> bytes:
-        loop, parts = asyncio.get_running_loop(), b""
-        while len(parts) < size:
-            part = await loop.sock_recv(worker.channel, size - len(parts))
-            if not part:
-                raise EOFError
-            parts += part
-        return parts
 
     @staticmethod
     def _verdict(reply: dict[str, Any], request: Request) -> tuple[float, dict[str, float]]:
+        if reply.get("nonce") != request.nonce:
+            raise _no_reply()
         error = reply.get("error")
         if error is not None:
             raise WorkerFailure(error["kind"], error["message"], place=error["place"], detail=error["traceback"])
-        if reply.get("nonce") != request.nonce:
-            raise WorkerFailure(
-                "ReplyError", "the worker answered what nobody asked; does the function write to its descriptors?"
-            )
         return reply["reward"], reply["parts"]
 
     async def _kill(self, worker: _Worker, *, dump: bool) -> None:
