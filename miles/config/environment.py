@@ -35,9 +35,3 @@ def refuse_unknown(environ: Mapping[str, str] | None = None) -> None:
     if unknown:
         lines = [f"environment variable {name} is not known; {suggestion(name, VARIABLES)}" for name in unknown]
         raise ConfigError("\n".join(lines))
-
-
-def foreign(names: tuple[str, ...], *, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables of other projects (such as `NVTE_*`) that a component documents; unset ones are left out."""
-    source = os.environ if environ is None else environ
-    return {name: source[name] for name in names if name in source}

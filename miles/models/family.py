@@ -57,7 +57,6 @@ class Family:
     `hf_config(shape)` writes the config.json of a new checkpoint from a `ModelShape`."""
 
     name: str
-    model_type: str
     architectures: tuple[str, ...]
     to_mcore: Callable[..., FamilyConfig]
     weights: WeightMap

@@ -21,7 +21,6 @@ from miles.models.spellings import rope_section
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("plain", "linear", "yarn", "llama3")
 _KIND_OF_HF = {"default": "plain", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}
 # Numbers that each kind reads; a setting outside them would change the angles unseen.
 _SCALINGS = {

@@ -66,10 +66,6 @@ class FakeQATHook:
         where = "start of training" if self.rounding is None else "start of fake quantisation"
         check_rounding(model_dir, self.rounding, where=where, scope=self.scope)
 
-    @property
-    def enabled(self) -> bool:
-        return self.rounding is not None
-
     def __call__(self, chunk: nn.Module, hf_names: Callable[[str], Iterable[str]] | None = None) -> None:
         """`hf_names`: the Hugging Face names behind a parameter of the chunk, which the ignore list speaks of."""
         if self.rounding is None:

@@ -52,14 +52,10 @@ class ParallelLayout:
     world_size: int
     dp_rank: int
     dp_size: int
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
     pp_size: int
     cp_rank: int
     cp_size: int
     ep_rank: int
-    ep_size: int
 
     @property
     def is_sync_rank(self) -> bool:
@@ -68,16 +64,12 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What `load_checkpoint` found: the loop's own state, the step it was saved at, and what was passed over.
-
-    `rng_restored` is false when the checkpoint was saved by another number of ranks.
-    """
+    """What `load_checkpoint` found: the loop's own state, the step it was saved at, and what was passed over."""
 
     extra: dict[str, Any]
     step: int
     path: Path
     skipped: tuple[Skipped, ...]
-    rng_restored: bool
 
 
 class ChunkHook(Protocol):

@@ -230,13 +230,12 @@ class MegatronBackend:
                 f"{', '.join(sorted(self.models))}; resume with the same algo.advantage or start a new run folder"
             )
         contracts.require_resumed(self._contract(), manifest.settings.get("quantization_contract"), where=found.path)
-        restored = True
         for label, trained in self.models.items():
             reader = state_files.ShardReader(found.path, manifest, label, trained.bound)
             state_files.load_optimizer(reader, trained.optimizer, self.mesh, manifest.optimizer_steps[label])
-            restored = reader.restore_rng(self.mesh)
+            reader.restore_rng(self.mesh)
         self.frozen.load()
-        return Resumed(dict(manifest.extra), manifest.step, found.path, found.skipped, restored)
+        return Resumed(dict(manifest.extra), manifest.step, found.path, found.skipped)
 
     def sleep(self) -> None:
         """Nothing to give back on a CPU; on a GPU weights are kept (see docs) until rematerialisation exists."""
