@@ -53,7 +53,7 @@ KERNELS = "qdq_kernel|amax_kernel|tile_kernel|stats_kernel|gradient_kernel|fused
 
 def launch_once() -> None:
     """Each kernel with its default launch shape, after a warm-up that compiles it."""
-    from miles.kernels.logprobs import PolicyTerm, fused_policy_loss, logits_gradient, row_stats
+    from miles.kernels.log_probs import PolicyTerm, fused_policy_loss, logits_gradient, row_stats
     from miles.kernels.mxfp4_to_fp8 import api as mxfp4
     from miles.kernels.nvfp4_qdq import api as nvfp4
     from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig

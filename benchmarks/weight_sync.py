@@ -26,11 +26,11 @@ from typing import Any
 import cpu_record
 import torch
 
-from miles.data.shared_buffer import SharedBuffer
-from miles.data.weight_bucket import SCHEMA, BucketHeader, Piece, as_bytes, digest, dtype_name
 from miles.sync.config import SyncConfig
 from miles.sync.engine_link import EngineLink
 from miles.sync.session import WeightPusher
+from miles.weight_wire.bucket import SCHEMA, BucketHeader, Piece, as_bytes, digest, dtype_name
+from miles.weight_wire.shared_buffer import SharedBuffer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HIDDEN, FFN, VOCAB = 1024, 4096, 32000

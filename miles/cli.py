@@ -94,7 +94,7 @@ def replay(
     overrides: Overrides = None,
 ) -> None:
     """Run one recorded optimizer step again and compare it with what was recorded."""
-    from miles.orchestrate.replay import replay as run
+    from miles.orchestrate.replay_command import replay as run
 
     run(folder, mode=mode, rank=rank, console=Console(), model=model, overrides=overrides or [])
 
@@ -163,7 +163,7 @@ def recipe_list(folder: Annotated[Path, typer.Argument(help="folder of recipes")
         raise ConfigError(f"{folder}: no *.yaml recipe here")
     for path in paths:
         loaded = load(path)
-        typer.echo(f"{path}  [{loaded.evidence.status}]  {loaded.description}")
+        typer.echo(f"{path}  [{loaded.validation.status}]  {loaded.description}")
 
 
 @convert_app.command("hf-to-mcore")

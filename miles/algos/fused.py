@@ -1,6 +1,6 @@
 """`step_objective` straight from logits, for the losses whose gradient is known row by row.
 
-One visit of each row computes log-prob, loss and gradient (`miles.kernels.logprobs.fused_policy_loss`), so the
+One visit of each row computes log-prob, loss and gradient (`miles.kernels.log_probs.fused_policy_loss`), so the
 logits' second read comes from cache and no log-prob graph is kept. Same loss, gradient and metrics as
 `step_objective`, except that the entropy is not reported. What it cannot do is named by `why_not_fused`.
 
@@ -16,12 +16,12 @@ import torch
 
 from miles.algos.config import AlgoConfig
 from miles.algos.corrections import importance_weights
-from miles.algos.logprobs import check_temperature, target_check
+from miles.algos.log_probs import check_temperature, target_check
 from miles.algos.losses import Sequences, masked, policy_loss
 from miles.algos.metrics import MetricSums, objective_metrics
 from miles.algos.objective import check_finite, distilled_advantages, old_log_probs, rollout_log_probs
 from miles.data.tensors import BatchTensors
-from miles.kernels.logprobs import PolicyTerm, fused_policy_loss, scale_
+from miles.kernels.log_probs import PolicyTerm, fused_policy_loss, scale_
 
 
 def why_not_fused(config: AlgoConfig, *, tensor_parallel: int = 1, on_policy: bool = False) -> str | None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from miles.algos.collectives import all_reduce, group_rank, group_size
-from miles.algos.logprobs import check_temperature, target_check, vocab_parallel_scores
+from miles.algos.log_probs import check_temperature, target_check, vocab_parallel_scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,8 +248,8 @@ def _dummy(source: _Source, pad_id: int) -> Sample:
         other = next((s.sampling_mask for s in source.samples if s.sampling_mask), None)
         vocab_size = pad_id + 1 if other is None else other.vocab_size
         sample.sampling_mask = RolloutSamplingMask.singletons(sample.tokens[1:], vocab_size=vocab_size)
-        if other is not None and other.reference is not None:
-            sample.sampling_mask = sample.sampling_mask.with_reference(np.zeros(1, dtype=np.float32))
+        if other is not None and other.ref_log_probs is not None:
+            sample.sampling_mask = sample.sampling_mask.with_ref_log_probs(np.zeros(1, dtype=np.float32))
     return sample
 
 

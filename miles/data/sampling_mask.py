@@ -29,7 +29,7 @@ def _same(left: np.ndarray | None, right: np.ndarray | None) -> bool:
 
 
 # Optional float32 arrays beside `ids`.
-_PER_ID = ("logprobs", "reference")
+_PER_ID = ("log_probs", "ref_log_probs")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +37,8 @@ class RolloutSamplingMask:
     """Row t holds the ids that response token t could have been: `ids[offsets[t]:offsets[t+1]]`.
 
     `ids` int32 [sum |S_t|], distinct inside a row, in [0, vocab_size); `offsets` int64 [R+1], strictly
-    increasing from 0 (every row has an id). `logprobs` float32 per id, optional: the sampler's own, mass 1 a row;
-    `reference` likewise: those of the reference policy on the same support (exact KL). Observation and forced
+    increasing from 0 (every row has an id). `log_probs` float32 per id, optional: the sampler's own, mass 1 a row;
+    `ref_log_probs` likewise: those of the reference policy on the same support (exact KL). Observation and forced
     tokens have the singleton row, where the log-prob is 0. Arrays are owned, read-only copies.
 
     >>> mask = RolloutSamplingMask.from_rows([[3], [1, 4]], vocab_size=8)
@@ -49,8 +49,8 @@ class RolloutSamplingMask:
     ids: np.ndarray
     offsets: np.ndarray
     vocab_size: int
-    logprobs: np.ndarray | None = None
-    reference: np.ndarray | None = None
+    log_probs: np.ndarray | None = None
+    ref_log_probs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -63,7 +63,7 @@ class RolloutSamplingMask:
                 owned = np.array(value, dtype=np.float32, copy=True)
                 owned.setflags(write=False)
                 set_(self, name, owned)
-                self._check_logprobs(name, owned)
+                self._check_log_probs(name, owned)
 
     def _check_structure(self) -> None:
         ids, offsets = self.ids, self.offsets
@@ -88,17 +88,17 @@ class RolloutSamplingMask:
             row, token = divmod(int(keys[repeated[0]]), self.vocab_size)
             raise ValueError(f"sampling mask: row {row} holds id {token} twice")
 
-    def _check_logprobs(self, name: str, logprobs: np.ndarray) -> None:
-        if logprobs.shape != self.ids.shape:
-            raise ValueError(f"sampling mask: {logprobs.size} {name} for {self.ids.size} ids")
-        if not np.isfinite(logprobs).all() or (logprobs.size and float(logprobs.max()) > 1e-6):
+    def _check_log_probs(self, name: str, log_probs: np.ndarray) -> None:
+        if log_probs.shape != self.ids.shape:
+            raise ValueError(f"sampling mask: {log_probs.size} {name} for {self.ids.size} ids")
+        if not np.isfinite(log_probs).all() or (log_probs.size and float(log_probs.max()) > 1e-6):
             raise ValueError(f"sampling mask: {name} must be finite and at most 0")
         if len(self):
-            mass = np.add.reduceat(np.exp(logprobs.astype(np.float64)), self.offsets[:-1])
+            mass = np.add.reduceat(np.exp(log_probs.astype(np.float64)), self.offsets[:-1])
             worst = int(np.argmax(np.abs(mass - 1.0)))
             if abs(mass[worst] - 1.0) > 1e-4:
                 raise ValueError(
-                    f"sampling mask: the {name} probabilities of row {worst} sum to {mass[worst]:.6f}, expected 1"
+                    f"sampling mask: {name} of row {worst} have a sum of probabilities of {mass[worst]:.6f}, expected 1"
                 )
 
     def __len__(self) -> int:
@@ -157,12 +157,12 @@ class RolloutSamplingMask:
         ids: np.ndarray,
         offsets: np.ndarray,
         vocab_size: int,
-        logprobs: np.ndarray | None = None,
-        reference: np.ndarray | None = None,
+        log_probs: np.ndarray | None = None,
+        ref_log_probs: np.ndarray | None = None,
     ) -> RolloutSamplingMask:
         """From arrays of checked masks: no second validation, no copy."""
         made = object.__new__(cls)
-        values = {"ids": ids, "offsets": offsets, "logprobs": logprobs, "reference": reference}
+        values = {"ids": ids, "offsets": offsets, "log_probs": log_probs, "ref_log_probs": ref_log_probs}
         for name, value in values.items():
             if value is not None:
                 value.setflags(write=False)
@@ -170,11 +170,11 @@ class RolloutSamplingMask:
         object.__setattr__(made, "vocab_size", vocab_size)
         return made
 
-    def with_reference(self, log_probs: np.ndarray) -> RolloutSamplingMask:
+    def with_ref_log_probs(self, log_probs: np.ndarray) -> RolloutSamplingMask:
         """This mask with the reference policy's log-probs float32 [sum |S_t|], in the order of `ids`."""
         owned = np.array(log_probs, dtype=np.float32, copy=True)
-        self._check_logprobs("reference", owned)
-        return self._trusted(self.ids, self.offsets, self.vocab_size, self.logprobs, owned)
+        self._check_log_probs("ref_log_probs", owned)
+        return self._trusted(self.ids, self.offsets, self.vocab_size, self.log_probs, owned)
 
     def prefix(self, n: int) -> RolloutSamplingMask:
         if not 0 <= n <= len(self):

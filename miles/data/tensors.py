@@ -17,7 +17,7 @@ class BatchTensors:
     `token_counts` int64 [S] are the runs of `sequence`.
 
     `mask` is bool [n]; `support_ids` int64 [E], `support_offsets` int64 [n+1] when the sampler's support is known,
-    `support_reference` float32 [E] when the reference policy was scored on it.
+    `support_ref_log_probs` float32 [E] when the reference policy was scored on it.
     """
 
     input_ids: torch.Tensor
@@ -40,7 +40,7 @@ class BatchTensors:
     returns: torch.Tensor | None = None
     support_ids: torch.Tensor | None = None
     support_offsets: torch.Tensor | None = None
-    support_reference: torch.Tensor | None = None
+    support_ref_log_probs: torch.Tensor | None = None
 
 
 def to_tensors(micro_batch: MicroBatch, device: torch.device | str = "cpu") -> BatchTensors:
@@ -66,6 +66,6 @@ def to_tensors(micro_batch: MicroBatch, device: torch.device | str = "cpu") -> B
         mask=torch.from_numpy(micro_batch.mask.astype(bool)).to(device),
         support_ids=None if support is None else move(support.ids.astype(np.int64)),
         support_offsets=None if support is None else move(support.offsets),
-        support_reference=None if support is None else move(support.reference),
+        support_ref_log_probs=None if support is None else move(support.ref_log_probs),
         **{name: move(getattr(micro_batch, name)) for name in (*required, *flat)},  # type: ignore[arg-type]
     )

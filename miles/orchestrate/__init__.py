@@ -1,5 +1,5 @@
 """Ray actors, placement, the training loop, run folders and resume.
 
-Order of reading: `run_folder` (where a run lives), `cluster` (Ray), `actors` (one process, one role), `fleet`
+Order of reading: `run_folder` (where a run lives), `cluster` (Ray), `actors` (one process, one role), `actor_group`
 (all actors of a run), `loop` (one step after another), `train` (the command). Left out: several hosts.
 """

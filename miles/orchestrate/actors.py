@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from miles.data.batch import RankBatch
     from miles.recipe import Recipe
-    from miles.train.replay import ReplayReport
+    from miles.train.step_replay import ReplayReport
 
 
 @dataclass(frozen=True)
-class Bundle:
+class BundlePlace:
     """Where a step is recorded."""
 
     folder: Path
@@ -87,7 +87,7 @@ class TrainWorker:
         gc.collect()
         gc.freeze()
 
-    def advance(self, batches: Sequence[RankBatch], version: int, bundle: Bundle | None = None) -> dict[str, Any]:
+    def advance(self, batches: Sequence[RankBatch], version: int, bundle: BundlePlace | None = None) -> dict[str, Any]:
         """One optimizer step for each batch, then the new weights to every engine as `version`; collective.
 
         Steps that changed nothing (`train/step_skipped`) send nothing. With `bundle`, the steps are recorded for
@@ -104,11 +104,11 @@ class TrainWorker:
         metrics |= {"time/train": trained - start, "time/sync": time.perf_counter() - trained}
         return {"metrics": metrics, "engines": engines}
 
-    def _step(self, batch: RankBatch, version: int, number: int, bundle: Bundle | None) -> dict[str, float]:
+    def _step(self, batch: RankBatch, version: int, number: int, bundle: BundlePlace | None) -> dict[str, float]:
         if bundle is None:
             metrics = self._backend.step(batch)
         else:
-            from miles.train.replay import record_step
+            from miles.train.step_replay import record_step
 
             # The first step of a rollout lies where its number says, later ones in a folder of their own.
             root = bundle.folder / f"optimizer_step_{number}" if number else bundle.folder
@@ -119,15 +119,15 @@ class TrainWorker:
 
     def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
         """Log-probs of each sample's response under the current weights; collective."""
-        return self._backend.logprobs(batch)
+        return self._backend.log_probs(batch)
 
-    def reference_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
+    def ref_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
         """Log-probs under the frozen model that the run started from; collective."""
-        return self._backend.reference_logprobs(batch)
+        return self._backend.ref_log_probs(batch)
 
     def teacher_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
         """Log-probs under the teacher; collective."""
-        return self._backend.teacher_logprobs(batch)
+        return self._backend.teacher_log_probs(batch)
 
     def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
         """The frozen model's log-probs of every id of the samples' sampling masks; collective."""
@@ -139,7 +139,7 @@ class TrainWorker:
 
     def replay(self, address: str, port: int, folder: Path, mode: Literal["bit", "close"]) -> ReplayReport:
         """Join a fresh mesh and run the recorded step of `folder` again; collective."""
-        from miles.train.replay import replay_step
+        from miles.train.step_replay import replay_step
 
         self._build(address, port)
         return replay_step(folder, self._backend, mode=mode)

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from miles.algos.config import AlgoConfig
-from miles.algos.estimate import gather_scores, prepare_scoring, prepare_steps
+from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
 from miles.data.packing import FlopsShape
 from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig
-from miles.orchestrate.actors import Bundle
+from miles.orchestrate.actor_group import RESUME_HINT, ActorGroup
+from miles.orchestrate.actors import BundlePlace
 from miles.orchestrate.errors import RunError
-from miles.orchestrate.fleet import RESUME_HINT, Fleet
 from miles.orchestrate.rollout_source import RolloutSource
 from miles.orchestrate.run_folder import RunFolder
 from miles.recipe import Recipe
@@ -31,10 +31,10 @@ Row = dict[str, Any]
 
 @dataclass
 class TrainingLoop:
-    """One run's loop over a started fleet. `record` receives each finished step's row."""
+    """One run's loop over a started actor group. `record` receives each finished step's row."""
 
     recipe: Recipe
-    fleet: Fleet
+    actors: ActorGroup
     source: RolloutSource
     folder: RunFolder
     pad_id: int
@@ -48,7 +48,7 @@ class TrainingLoop:
         """Steps `first_step` to `run.steps` - 1; a checkpoint now and then and after the last."""
         recipe = self.recipe
         if self.version:
-            check_engines(self.version, (await self.fleet.on_all_workers("push", self.version))[0])
+            check_engines(self.version, (await self.actors.on_all_workers("push", self.version))[0])
         await self.source.start(self.version)
         for step in range(first_step, recipe.run.steps):
             self.record(await self.one_step(step))
@@ -95,13 +95,13 @@ class TrainingLoop:
                 "data.partial_step=train"
             )
         version = self.version + 1
-        bundle = Bundle(self.folder.replay, step) if step in recipe.run.replay_steps else None
+        bundle = BundlePlace(self.folder.replay, step) if step in recipe.run.replay_steps else None
         arguments = [
             (tuple(batch.for_rank(dp_rank) for batch in prepared.steps), version, bundle)
-            for dp_rank in self.fleet.dp_ranks
+            for dp_rank in self.actors.dp_ranks
         ]
         more = self.source.ahead(version) if step + 1 < recipe.run.steps else asyncio.sleep(0)
-        results, _ = await asyncio.gather(self.fleet.on_workers("advance", arguments), more)
+        results, _ = await asyncio.gather(self.actors.on_workers("advance", arguments), more)
         result = results[0]
         if result["metrics"]["train/step_skipped"]:
             await self.source.skipped()
@@ -120,9 +120,9 @@ class TrainingLoop:
             for sample, scores in zip(samples, await self.scores(samples, "reference_support"), strict=True):
                 # A sample without a response has no mask.
                 if sample.sampling_mask is not None:
-                    sample.sampling_mask = sample.sampling_mask.with_reference(scores)
+                    sample.sampling_mask = sample.sampling_mask.with_ref_log_probs(scores)
         elif algo.needs_reference:
-            await self.score(samples, "reference_log_probs", "ref_log_probs")
+            await self.score(samples, "ref_log_probs", "ref_log_probs")
         if algo.needs_teacher:
             await self.score(samples, "teacher_log_probs", "teacher_log_probs")
         if algo.needs_values:
@@ -138,8 +138,8 @@ class TrainingLoop:
         batch = prepare_scoring(
             samples, self.schedule(), pad_id=self.pad_id, pad_multiple=self.pad_multiple, use_support=self.use_support
         )
-        arguments = [(batch.for_rank(dp_rank),) for dp_rank in self.fleet.dp_ranks]
-        results = dict(zip(self.fleet.dp_ranks, await self.fleet.on_workers(method, arguments), strict=True))
+        arguments = [(batch.for_rank(dp_rank),) for dp_rank in self.actors.dp_ranks]
+        results = dict(zip(self.actors.dp_ranks, await self.actors.on_workers(method, arguments), strict=True))
         by_rank = [results[dp_rank] for dp_rank in range(len(batch.ranks))]
         return gather_scores(batch, by_rank, len(samples))
 
@@ -176,7 +176,7 @@ class TrainingLoop:
         """Checkpoint after `step` steps: rows up to here are durable before the checkpoint says so."""
         self.before_checkpoint()
         extra = {"step": step, "weight_version": self.version, "source": self.source.state()}
-        await self.fleet.on_all_workers("save", self.folder.checkpoints, extra)
+        await self.actors.on_all_workers("save", self.folder.checkpoints, extra)
 
 
 def check_engines(version: int, engines: dict[str, str]) -> None:

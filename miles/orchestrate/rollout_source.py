@@ -11,9 +11,10 @@ from typing import Any, Protocol
 from miles.data.prompts import PromptSource
 from miles.data.tokenizer import Tokenizer
 from miles.recipe import Recipe
-from miles.rollout.async_loop import AsyncRollout
-from miles.rollout.groups import Engine, RolloutBatch
-from miles.rollout.loop import SyncRollout
+from miles.rollout.async_rollout import AsyncRollout
+from miles.rollout.engine import Engine
+from miles.rollout.groups import RolloutBatch
+from miles.rollout.sync_rollout import SyncRollout
 
 
 class RolloutSource(Protocol):

@@ -23,9 +23,9 @@ from miles.observe.metrics_log import MetricsLog, read_rows, require_steps, rewi
 from miles.observe.progress import Progress, open_progress
 from miles.observe.reward_report import MEAN_OVER, write_reward_report
 from miles.observe.tensorboard_events import TensorBoardEvents
+from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.cluster import local_cluster
 from miles.orchestrate.errors import ExpectationMissed
-from miles.orchestrate.fleet import Fleet, running_fleet
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
@@ -33,9 +33,9 @@ from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.rollout_source import BoundedStaleness, OnPolicy, open_source
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.recipe import Recipe, digest
-from miles.rollout.groups import Engine
-from miles.rollout.loop import SyncRollout
+from miles.rollout.engine import Engine
 from miles.rollout.pool import EnginePool
+from miles.rollout.sync_rollout import SyncRollout
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ class _Session:
     async def run(self) -> tuple[list[Row], dict[str, float]]:
         recipe, folder = self.recipe, self.folder
         self.progress.stage("starting trainer and engine")
-        async with running_fleet(recipe, self.model_dir, folder.checkpoints, folder.logs) as fleet:
+        async with running_actors(recipe, self.model_dir, folder.checkpoints, folder.logs) as actors:
             prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
             engines = EnginePool(
-                fleet.engine_urls,
+                actors.engine_urls,
                 timeout_s=recipe.rollout.request_timeout_s,
                 version_wait_s=recipe.run.timeout_s,
             )
             source = open_source(recipe, engines, prompts, self.tokenizer)
-            first_step, version = self._resume(fleet, source)
+            first_step, version = self._resume(actors, source)
             rows = rewind(folder.metrics, first_dropped_step=first_step)
             async with contextlib.AsyncExitStack() as stack:
                 await stack.enter_async_context(engines)
@@ -108,7 +108,7 @@ class _Session:
                 record = self._recorder(stack, log, rows)
                 loop = TrainingLoop(
                     recipe,
-                    fleet,
+                    actors,
                     source,
                     folder,
                     self.tokenizer.pad_id,
@@ -123,7 +123,7 @@ class _Session:
                 await loop.run(first_step)
                 evaluation = await self._evaluate(engines, prompts)
             self.progress.stage("exporting the model")
-            await fleet.on_all_workers("export", folder.exported_model)
+            await actors.on_all_workers("export", folder.exported_model)
             self.progress.stage("done")
         return rows, evaluation
 
@@ -136,16 +136,16 @@ class _Session:
         rope_kind, where = self.recipe.model.rope.type, str(self.model_dir / "config.json")
         return flops_shape(read_hf_config(self.model_dir), rope_kind=rope_kind, where=where)
 
-    def _resume(self, fleet: Fleet, source: OnPolicy | BoundedStaleness) -> tuple[int, int]:
+    def _resume(self, actors: ActorGroup, source: OnPolicy | BoundedStaleness) -> tuple[int, int]:
         """(first step to run, weight version that the trainer holds)."""
-        for note in fleet.notes:
+        for note in actors.notes:
             self.progress.stage(f"checkpoint passed over: {note}")
-        if fleet.resumed is None:
+        if actors.resumed is None:
             return 0, 0
-        source.restore(fleet.resumed["source"])
-        step = int(fleet.resumed["step"])
+        source.restore(actors.resumed["source"])
+        step = int(actors.resumed["step"])
         self.progress.stage(f"resuming after step {step}")
-        return step, int(fleet.resumed["weight_version"])
+        return step, int(actors.resumed["weight_version"])
 
     def _recorder(self, stack: contextlib.AsyncExitStack, log: MetricsLog, rows: list[Row]) -> Any:
         events = TensorBoardEvents(self.folder.tensorboard, rows) if self.recipe.run.tensorboard else None

@@ -48,5 +48,5 @@ def _with_base(path: Path, document: YamlDocument) -> tuple[dict[str, Any], Yaml
     if "extends" in base.data:
         raise ConfigError(f"{place}: {name} itself extends {base.data['extends']}; only one level is allowed")
     # What was recorded of the base says nothing about what is made of it.
-    inherited = {key: value for key, value in base.data.items() if key != "evidence"}
+    inherited = {key: value for key, value in base.data.items() if key != "validation"}
     return merge(inherited, data), base

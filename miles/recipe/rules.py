@@ -177,7 +177,7 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("ROLLOUT-MODE", "error", message, fix)
     if recipe.algo.loss == "sft":
         message = "algo.loss sft repeats every answer whatever its reward, and the loop's answers are the policy's own"
-        fix = "use algo.loss=ppo_clip; supervised data goes through miles.algos.estimate.prepare_steps"
+        fix = "use algo.loss=ppo_clip; supervised data goes through miles.algos.step_batches.prepare_steps"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
     if engine.engine != "embedded":
         message = f"engine.engine {engine.engine} cannot be started by the loop yet"
@@ -215,11 +215,11 @@ def _bounds(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("MEASURED", "error", message, fix)
 
 
-def _evidence(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+def _validation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
-    if recipe.evidence.status != "validated":
-        message = f"this recipe is {recipe.evidence.status}: nobody has recorded its expected numbers"
-        yield Finding("EVIDENCE", "warning", message, "compare the first run with care")
+    if recipe.validation.status != "validated":
+        message = f"this recipe is {recipe.validation.status}: nobody has recorded its expected numbers"
+        yield Finding("VALIDATION", "warning", message, "compare the first run with care")
 
 
 RULES: tuple[Rule, ...] = (
@@ -235,7 +235,7 @@ RULES: tuple[Rule, ...] = (
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
     Rule("IDLE", "An option that acts nowhere in this run promises what does not happen.", _idle),
     Rule("MEASURED", "A bound on what no step reports would stop the run, at its first step or its last.", _bounds),
-    Rule("EVIDENCE", "A recipe without recorded numbers may be wrong in ways nobody saw.", _evidence),
+    Rule("VALIDATION", "A recipe without recorded numbers may be wrong in ways nobody saw.", _validation),
 )
 
 

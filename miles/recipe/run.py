@@ -70,7 +70,7 @@ class Expectation(StrictModel):
         return self
 
 
-class Evidence(StrictModel):
+class Validation(StrictModel):
     """What is known of this recipe. `validated` names where and when its expectations were met."""
 
     status: Literal["validated", "bring-up", "untested"] = "untested"
@@ -79,7 +79,7 @@ class Evidence(StrictModel):
     source: str | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> Evidence:
+    def _check(self) -> Validation:
         if self.status == "validated" and not (self.hardware and self.date):
-            raise ValueError("evidence.status validated needs evidence.hardware and evidence.date")
+            raise ValueError("validation.status validated needs validation.hardware and validation.date")
         return self

@@ -13,7 +13,7 @@ from miles.config import StrictModel, metric_names
 from miles.data.config import DataConfig
 from miles.models.config import ModelConfig
 from miles.quant.config import QuantConfig
-from miles.recipe.run import Evidence, Expectation, PlacementConfig, RunConfig
+from miles.recipe.run import Expectation, PlacementConfig, RunConfig, Validation
 from miles.rollout.config import EngineConfig, RolloutConfig, check_group_size
 from miles.sync.config import SyncConfig
 from miles.train.config import TrainConfig
@@ -37,7 +37,7 @@ class Recipe(StrictModel):
     quant: QuantConfig = QuantConfig()
     placement: PlacementConfig = PlacementConfig()
     expect: dict[str, Expectation] = Field(default_factory=dict)
-    evidence: Evidence = Evidence()
+    validation: Validation = Validation()
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import orjson
@@ -17,7 +17,7 @@ import orjson
 from miles.rollout.errors import EngineCapabilityError, EngineHttpError, EngineReplyError, EngineUnreachable
 from miles.rollout.messages import GenerateRequest, GenerateResult, SamplingParams, batch_body, read_replies
 
-__all__ = ["EngineClient", "EngineInfo", "GenerateRequest", "GenerateResult", "SamplingParams"]
+__all__ = ["Engine", "EngineClient", "EngineInfo", "GenerateRequest", "GenerateResult", "SamplingParams"]
 
 MAX_BATCH = 1024
 CONNECT_TIMEOUT_S = 10.0
@@ -70,6 +70,15 @@ class _Call:
     def key(self) -> _Key:
         first = self.requests[0]
         return first.batch_key, first.return_sampling_mask, first.lora_path, first.min_weight_version
+
+
+class Engine(Protocol):
+    """What a rollout needs of `EngineClient` or `EnginePool`."""
+
+    url: str
+
+    async def info(self) -> EngineInfo: ...
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]: ...
 
 
 class EngineClient:

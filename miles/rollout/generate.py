@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,12 +16,9 @@ from miles.data.prompts import Prompt
 from miles.data.sample import Sample, Status
 from miles.data.sampling_mask import RolloutSamplingMask
 from miles.rollout.config import RolloutConfig
-from miles.rollout.engine import GenerateRequest, GenerateResult, SamplingParams
+from miles.rollout.engine import Engine, GenerateRequest, GenerateResult, SamplingParams
 from miles.rollout.errors import RolloutError
 from miles.rollout.seeds import sampling_seeds
-
-if TYPE_CHECKING:
-    from miles.rollout.groups import Engine
 
 # Below this budget all sequences end about together, so that one HTTP call for all groups costs no waiting.
 SHORT_RESPONSE = 64

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from miles.data.prompts import Prompt
 from miles.data.sample import Sample, Status, validate_sample
 from miles.rollout.config import RolloutConfig
-from miles.rollout.engine import EngineInfo, GenerateRequest, GenerateResult
+from miles.rollout.engine import Engine
 from miles.rollout.errors import RolloutError
 from miles.rollout.generate import GenerateContext, GenerateFn, group_seeds, pending_group, single_turn
 from miles.rollout.rewards import Decoder, RewardContext, RewardFn, RewardPool, build_reward
@@ -31,15 +31,6 @@ class ResumablePrompts(Prompts, Protocol):
 
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
-
-
-class Engine(Protocol):
-    """What a rollout needs of `EngineClient` or `EnginePool`."""
-
-    url: str
-
-    async def info(self) -> EngineInfo: ...
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]: ...
 
 
 @dataclass(slots=True)

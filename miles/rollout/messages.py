@@ -80,10 +80,10 @@ class GenerateResult:
     def support_log_probs(self) -> np.ndarray:
         """float32 [n]: log-prob of each drawn token among the kept ones. Needs the sampling mask's own log-probs."""
         mask = self.sampling_mask
-        if mask is None or mask.logprobs is None:
+        if mask is None or mask.log_probs is None:
             raise EngineReplyError(f"request {self.rid}: the reply has no sampling mask with log-probs")
         hit = mask.ids == np.repeat(self.tokens, np.diff(mask.offsets))
-        return mask.logprobs[hit]
+        return mask.log_probs[hit]
 
 
 def batch_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
@@ -267,18 +267,18 @@ def _masks(
 def _joined_mask(wires: Sequence[Mapping[str, Any]], counts: Sequence[int], vocab_size: int) -> RolloutSamplingMask:
     """All rows in one mask. `ValueError` when a reply's offsets do not fit its own ids or tokens."""
     ids: list[int] = []
-    logprobs: list[float] = []
+    log_probs: list[float] = []
     offsets = [0]
     for wire, count in zip(wires, counts, strict=True):
         own, base = wire["offsets"], len(ids)
         if len(own) != count + 1 or own[0] != 0 or own[-1] != len(wire["ids"]):
             raise ValueError("offsets do not fit")
         ids += wire["ids"]
-        logprobs += wire.get("logprobs", ())
+        log_probs += wire.get("logprobs", ())
         offsets += [base + at for at in own[1:]]
     # A reply without log-probs beside others that have them does not fit, and is named by the caller.
     return RolloutSamplingMask(
-        np.array(ids, dtype=None if ids else np.int64), np.array(offsets), vocab_size, logprobs or None
+        np.array(ids, dtype=None if ids else np.int64), np.array(offsets), vocab_size, log_probs or None
     )
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from miles.data.weight_bucket import DTYPES, BucketHeader, Piece, align_up
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.sync.checksum import bucket_digest
+from miles.sync.entry import PlanEntry
 from miles.sync.formats import encode_group
-from miles.sync.plan import PlanEntry, SyncPlan
+from miles.sync.plan import SyncPlan
+from miles.weight_wire.bucket import DTYPES, BucketHeader, Piece, align_up
 
 __all__ = ["BucketStager", "FixedBucket", "Placement", "align_up", "bucket_size", "pack_rounds", "staged_bytes"]
 

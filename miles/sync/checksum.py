@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from miles.data.weight_bucket import digest
-from miles.data.weight_table import canonical_digest
+from miles.weight_wire.bucket import digest
+from miles.weight_wire.table import canonical_digest
 
 __all__ = ["ChecksumPolicy", "bucket_digest", "digest", "plan_digest"]
 

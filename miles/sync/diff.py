@@ -14,13 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from miles.config import ConfigError
-from miles.data.weight_bucket import DTYPES, digest, dtype_name
-from miles.data.weight_table import EngineTable
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.sync.engine_link import EngineLink
+from miles.sync.entry import PlanEntry, SourceSpec
 from miles.sync.formats import encode_group
 from miles.sync.membership import read_engine
-from miles.sync.plan import PlanEntry, SourceSpec, build_plan
+from miles.sync.plan import build_plan
+from miles.weight_wire.bucket import DTYPES, digest, dtype_name
+from miles.weight_wire.table import EngineTable
 
 TIMEOUT_S = 300.0
 

@@ -16,21 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from miles.data.weight_table import EngineTable, ParamEntry
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.quant.codecs import fp8_block, fp8_tensor, mxfp4, mxfp8, nvfp4
 from miles.quant.packed import pair_amax
 from miles.quant.scope import gate_up_partner
+from miles.sync.entry import SCALE, SCALE_2, VALUES, PlanEntry
 from miles.sync.errors import PlanError
+from miles.weight_wire.table import EngineTable, ParamEntry
 
-if TYPE_CHECKING:
-    from miles.sync.plan import PlanEntry
-
-VALUES, SCALE, SCALE_2 = "values", "scale", "scale_2"
 Form = tuple[tuple[int, ...], str]
 
 

@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from miles.data.weight_bucket import SCHEMA
-from miles.data.weight_table import EngineTable
 from miles.sync.engine_link import EngineLink
 from miles.sync.errors import EngineSyncError, NoEngineLeft
+from miles.weight_wire.bucket import SCHEMA
+from miles.weight_wire.table import EngineTable
 
 T = TypeVar("T")
 

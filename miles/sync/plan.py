@@ -11,59 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from miles.data.weight_bucket import DTYPES, Slot, WeightWireError
-from miles.data.weight_table import EngineTable, ParamEntry, parts_of
 from miles.sync.checksum import plan_digest
+from miles.sync.entry import PlanEntry, SourceSpec
 from miles.sync.errors import PlanError
-from miles.sync.formats import VALUES, atomic_group, check_cuts, stored_form, targets_of
-
-__all__ = [
-    "EngineTable", "ParamEntry", "PlanEntry", "SourceSpec", "SyncPlan", "build_plan", "covered_modules", "selector_for",
-]  # fmt: skip
+from miles.sync.formats import atomic_group, check_cuts, stored_form, targets_of
+from miles.weight_wire.bucket import DTYPES, Slot, WeightWireError
+from miles.weight_wire.table import EngineTable, ParamEntry, parts_of
 
 Selector = str | tuple[str, ...]
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-
-
-@dataclass(frozen=True, slots=True)
-class SourceSpec:
-    """A trained array as the trainer will offer it: full (unsharded) shape and wire dtype."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """One piece: `slice` of the source goes to `slot` of `dest` (None: all of it), as `shape` of `dtype`.
-
-    Pieces with the same `atomic_group` travel in one bucket round. `scale` is what the destination announces. For a
-    quantised weight `codec` is its scale format, `part` which of the codec's arrays this piece is, and `values_dtype`
-    how the values are stored; `slice` is then one of that array.
-    """
-
-    hf_name: str
-    source: SourceSpec
-    dest: str
-    slice: Slot | None
-    slot: Slot | None
-    shape: tuple[int, ...]
-    dtype: str
-    scale: str
-    nbytes: int
-    atomic_group: str
-    layout_key: str
-    module: str
-    codec: str = "none"
-    part: str = VALUES
-    values_dtype: str = ""
-
-    def canonical(self) -> list[object]:
-        return [
-            self.hf_name, self.source.shape, self.source.dtype, self.dest, self.slice, self.slot, self.shape,
-            self.dtype, self.scale, self.nbytes, self.atomic_group, self.layout_key, self.module,
-            self.codec, self.part, self.values_dtype,
-        ]  # fmt: skip
 
 
 @dataclass(frozen=True)

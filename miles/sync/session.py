@@ -18,9 +18,10 @@ from pathlib import Path
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.sync.checksum import ChecksumPolicy
 from miles.sync.config import SyncConfig
+from miles.sync.entry import SourceSpec
 from miles.sync.errors import NoEngineLeft, SyncBusyError, SyncError
 from miles.sync.membership import LiveEngine, LiveSet
-from miles.sync.plan import SourceSpec, SyncPlan, build_plan
+from miles.sync.plan import SyncPlan, build_plan
 from miles.sync.report import SyncReport
 from miles.sync.sender import BucketSender, Moved
 from miles.sync.source import Weights, checked, weight_map_of

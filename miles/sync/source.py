@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from miles.data.weight_bucket import dtype_name
+from miles.sync.entry import SourceSpec
 from miles.sync.errors import PlanError, SourceError
-from miles.sync.plan import SourceSpec, SyncPlan
+from miles.sync.plan import SyncPlan
+from miles.weight_wire.bucket import dtype_name
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 

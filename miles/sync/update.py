@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from miles.data.weight_bucket import SCHEMA, BucketHeader
 from miles.sync.config import SyncConfig
 from miles.sync.engine_link import EngineLink
 from miles.sync.errors import EngineSyncError
 from miles.sync.membership import LiveEngine, LiveSet, status_of
 from miles.sync.plan import SyncPlan
 from miles.sync.transports import BucketTransport
+from miles.weight_wire.bucket import SCHEMA, BucketHeader
 
 
 class UpdateSession:

@@ -82,20 +82,20 @@ class Backend(Protocol):
     def step(self, batch: RankBatch) -> dict[str, float]:
         """Forward, backward, clip, optimizer step. Metrics are global and equal on every rank."""
 
-    def logprobs(self, batch: RankBatch) -> list[np.ndarray]:
+    def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 [R] log-probs of each sample's response under the current weights, in the batch's sample order."""
 
-    def reference_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Like `logprobs`, under the policy the run started from; kept only when the algorithm needs it."""
+    def ref_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Like `log_probs`, under the policy the run started from; kept only when the algorithm needs it."""
 
-    def teacher_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Like `logprobs`, under the teacher's model; kept only when the algorithm distils."""
+    def teacher_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Like `log_probs`, under the teacher's model; kept only when the algorithm distils."""
 
     def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 per id of each sample's sampling mask: log-probs under the start policy, normalised on the support."""
 
     def values(self, batch: RankBatch) -> list[np.ndarray]:
-        """Like `logprobs`: the critic's value before each response token; there is a critic only under `gae`."""
+        """Like `log_probs`: the critic's value before each response token; there is a critic only under `gae`."""
 
     def save(self, directory: Path, *, extra: dict[str, Any]) -> Path:
         """Write an atomic checkpoint below `directory`; `extra` is JSON (data cursor, weight version, recipe)."""

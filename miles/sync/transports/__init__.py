@@ -16,10 +16,10 @@ from miles.sync.errors import SyncOptionError
 if TYPE_CHECKING:
     import torch
 
-    from miles.data.weight_bucket import BucketHeader
     from miles.sync.config import SyncConfig
     from miles.sync.membership import LiveEngine, LiveSet
     from miles.sync.plan import SyncPlan
+    from miles.weight_wire.bucket import BucketHeader
 
 
 class Transport(Protocol):
@@ -76,7 +76,7 @@ def choose(
     config: SyncConfig, engines: Sequence[LiveEngine], live: LiveSet, *, run_id: str, directory: Path | None
 ) -> Transport:
     """The transport for these engines. `SyncOptionError` names an option that cannot serve them."""
-    from miles.data.weight_bucket import host_identity
+    from miles.weight_wire.bucket import host_identity
 
     here = host_identity()
     away = [engine.url for engine in engines if engine.host != here]

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from miles.data.weight_bucket import BucketHeader
 from miles.rollout.engines.embedded.weight_group import WeightGroup, local_address
 from miles.sync.engine_link import EngineLink
 from miles.sync.errors import EngineSyncError
 from miles.sync.membership import LiveEngine, LiveSet
 from miles.sync.plan import SyncPlan
+from miles.weight_wire.bucket import BucketHeader
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

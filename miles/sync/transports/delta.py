@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from miles.config.files import storage_error
-from miles.data.weight_bucket import DTYPES
-from miles.data.weight_delta import WrittenDelta, write_delta
-from miles.data.weight_folder import WrittenFolder
 from miles.sync.errors import SyncOptionError
 from miles.sync.membership import LiveEngine
 from miles.sync.plan import SyncPlan
 from miles.sync.transports.disk import refuse_quantised, write_version
+from miles.weight_wire.bucket import DTYPES
+from miles.weight_wire.delta import WrittenDelta, write_delta
+from miles.weight_wire.folder import WrittenFolder
 
 
 class DeltaTransport:

@@ -1,4 +1,4 @@
-"""Whole versions as verified folders that engines load themselves: `weights_<v>/` (see `miles.data.weight_folder`)."""
+"""Whole versions as verified folders that engines load themselves: `weights_<v>/` (see `miles.weight_wire.folder`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from miles.config.files import storage_error
-from miles.data.weight_folder import WrittenFolder, folder_name, write_folder
 from miles.sync.errors import SyncOptionError
 from miles.sync.membership import LiveEngine
 from miles.sync.plan import SyncPlan
+from miles.weight_wire.folder import WrittenFolder, folder_name, write_folder
 
 KEPT = 2
 

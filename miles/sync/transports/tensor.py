@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from miles.data.shared_buffer import SharedBuffer
-from miles.data.weight_bucket import BucketHeader
 from miles.sync.membership import LiveEngine
 from miles.sync.plan import SyncPlan
+from miles.weight_wire.bucket import BucketHeader
+from miles.weight_wire.shared_buffer import SharedBuffer
 
 
 class TensorTransport:

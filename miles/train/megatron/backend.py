@@ -1,7 +1,7 @@
 """The megatron-core backend: one object per rank, driven by the training loop through `miles.train.backend.Backend`.
 
 Order of a rank's life: `init` (platform, mesh, model, optimizer), `load` or `load_checkpoint`, then `step`,
-`logprobs`, `state_for_sync`, `save`. Knows token ids and Hugging Face (HF) names, not text.
+`log_probs`, `state_for_sync`, `save`. Knows token ids and Hugging Face (HF) names, not text.
 """
 
 from __future__ import annotations
@@ -155,26 +155,26 @@ class MegatronBackend:
                 critic.optimizer.apply(value_norm)
         return metrics
 
-    def logprobs(self, batch: RankBatch) -> list[np.ndarray]:
+    def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 [R] of each sample's response under the current weights, in the order of the micro-batches' samples;
         dummy samples are left out. Equal on all ranks of one data-parallel index."""
         return self._per_sample(batch, self.policy, self.scorer.log_probs)
 
-    def reference_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Like `logprobs`, under the policy that the run started from (the model folder's weights)."""
+    def ref_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Like `log_probs`, under the policy that the run started from (the model folder's weights)."""
         return self._per_sample(batch, self.frozen["reference"], self.scorer.log_probs)
 
-    def teacher_logprobs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Like `logprobs`, under the model of `algo.teacher`."""
+    def teacher_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
+        """Like `log_probs`, under the model of `algo.teacher`."""
         return self._per_sample(batch, self.frozen["teacher"], self.scorer.log_probs)
 
     def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
         """Float32 [ids of the sample's sampling mask]: their log-probs under the start policy, normalised on each
-        token's support, ordered like `logprobs`."""
+        token's support, ordered like `log_probs`."""
         return self._per_sample(batch, self.frozen["reference"], self.scorer.support_log_probs, per="support")
 
     def values(self, batch: RankBatch) -> list[np.ndarray]:
-        """Float32 [R]: the critic's value before each response token, ordered like `logprobs`."""
+        """Float32 [R]: the critic's value before each response token, ordered like `log_probs`."""
         if "critic" not in self.models:
             raise TrainError("there is no critic: values are needed by algo.advantage=gae only")
         return self._per_sample(

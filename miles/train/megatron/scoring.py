@@ -9,7 +9,7 @@ import torch
 
 from miles.algos.config import AlgoConfig
 from miles.algos.kl import support_exact
-from miles.algos.logprobs import vocab_parallel_scores
+from miles.algos.log_probs import vocab_parallel_scores
 from miles.train.errors import TrainError
 from miles.train.megatron.inputs import ModelInput
 from miles.train.megatron.mesh import Mesh
@@ -77,7 +77,7 @@ class Scorer:
         return Scores(supported, entropies, mass, self._exact_kl(item, logits) if exact else None)
 
     def _exact_kl(self, item: ModelInput, logits: torch.Tensor) -> torch.Tensor | None:
-        reference, offsets = item.tensors.support_reference, item.tensors.support_offsets
+        reference, offsets = item.tensors.support_ref_log_probs, item.tensors.support_offsets
         if not self.algo.needs_reference_support or reference is None or offsets is None:
             return None
         return support_exact(self.support_log_probs(item, logits), reference, offsets)

@@ -34,9 +34,9 @@ def miles(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
 
 
 def test_check_prints_warnings_and_the_digest(miles) -> None:
-    code, out, _ = miles("recipe", "check", QUICKSTART, "--set", "evidence={status: untested}")
+    code, out, _ = miles("recipe", "check", QUICKSTART, "--set", "validation={status: untested}")
     assert code == 0
-    assert "warning: [EVIDENCE]" in out
+    assert "warning: [VALIDATION]" in out
     assert re.search(r"quickstart\.yaml: ok, digest [0-9a-f]{16}$", out.strip())
 
 
@@ -74,7 +74,7 @@ def test_diff_prints_resolved_differences_only(miles, tmp_path: Path) -> None:
     other.write_text(f"extends: {QUICKSTART}\nname: other\nrollout:\n  group_size: 4\n  temperature: 1\n")
     code, out, _ = miles("recipe", "diff", QUICKSTART, str(other))
     assert code == 0
-    changed = [line for line in out.splitlines() if not line.startswith("evidence.")]
+    changed = [line for line in out.splitlines() if not line.startswith("validation.")]
     assert changed == ['name: "quickstart" -> "other"', "rollout.group_size: 16 -> 4"]
     assert miles("recipe", "diff", QUICKSTART, QUICKSTART) == (0, "", "")
 

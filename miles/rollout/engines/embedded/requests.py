@@ -285,7 +285,7 @@ def reply_for(request: EngineRequest, output: Output) -> dict[str, Any]:
 
 
 def _mask_wire(support: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-    """CSR: `ids` and renormalised `logprobs` flat, `offsets` with one more entry than tokens."""
+    """CSR: `ids` and renormalised `log_probs` flat, `offsets` with one more entry than tokens."""
     if not support:
         return {"ids": [], "logprobs": [], "offsets": [0]}
     return {

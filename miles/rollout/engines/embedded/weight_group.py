@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from miles.data.weight_bucket import WeightWireError
+from miles.weight_wire.bucket import WeightWireError
 
 BACKENDS = ("gloo",)
 

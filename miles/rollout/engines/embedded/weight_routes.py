@@ -36,12 +36,12 @@ import torch
 from starlette.requests import Request
 from starlette.responses import Response
 
-from miles.data.shared_buffer import AttachedBuffers
-from miles.data.weight_bucket import SCHEMA, BucketHeader, WeightWireError, host_identity, parse_version
 from miles.rollout.engines.embedded.gate import WeightHost
 from miles.rollout.engines.embedded.weight_group import WeightGroup
 from miles.rollout.engines.embedded.weight_source import open_source
 from miles.rollout.engines.embedded.weights import BeginUpdate, WeightReceiver, WeightUpdateError, table_of
+from miles.weight_wire.bucket import SCHEMA, BucketHeader, WeightWireError, host_identity, parse_version
+from miles.weight_wire.shared_buffer import AttachedBuffers
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from miles.data.weight_bucket import WeightWireError, parse_version
-from miles.data.weight_delta import WeightDelta
-from miles.data.weight_folder import WeightFolder
+from miles.weight_wire.bucket import WeightWireError, parse_version
+from miles.weight_wire.delta import WeightDelta
+from miles.weight_wire.folder import WeightFolder
 
 
 @dataclass(frozen=True)

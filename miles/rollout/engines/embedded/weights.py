@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from miles.config import MilesError
-from miles.data.weight_bucket import BucketHeader, Piece, Slot, WeightWireError, digest, dtype_name, piece_view
-from miles.data.weight_table import EngineTable, ParamEntry, parts_of
+from miles.weight_wire.bucket import BucketHeader, Piece, Slot, WeightWireError, digest, dtype_name, piece_view
+from miles.weight_wire.table import EngineTable, ParamEntry, parts_of
 
 SERVING, UPDATING, DIRTY = "serving", "updating", "dirty"
 PAUSE_MODES = ("retract", "abort", "in_place")

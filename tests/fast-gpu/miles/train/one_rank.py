@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from miles.algos.config import AlgoConfig
-from miles.algos.estimate import prepare_steps
+from miles.algos.step_batches import prepare_steps
 from miles.data.sample import Sample, Status
 from miles.data.schedule import ScheduleConfig
 from miles.train.config import OptimizerConfig, ParallelConfig, TrainConfig
@@ -61,7 +61,7 @@ def main(
     schedule = ScheduleConfig(layout="thd", max_tokens_per_gpu=512, data_parallel=layout.dp)
     prepared = prepare_steps(samples(), AlgoConfig(), schedule, pad_multiple=layout.tp if layout.sp else 1)
     batch = prepared.steps[0].for_rank(backend.parallel_layout.dp_rank)
-    scores = np.concatenate(backend.logprobs(batch)).tolist()
+    scores = np.concatenate(backend.log_probs(batch)).tolist()
     result = {"scores": scores, "curve": [backend.step(batch) for _ in range(2)]}
     if resume_in:
         backend.save(Path(resume_in), extra={"step": 2})

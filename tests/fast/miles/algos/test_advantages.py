@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from miles.algos import advantages as adv
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig
-from miles.algos.estimate import count_for, estimate_advantages, prepare_steps
+from miles.algos.step_batches import count_for, estimate_advantages, prepare_steps
 from miles.data.schedule import ScheduleConfig
 
 ESTIMATORS = ("grpo", "rloo", "gae", "reinforce_pp", "reinforce_pp_baseline")
@@ -219,7 +219,7 @@ def test_a_reward_that_is_not_finite_names_its_sample(make_samples, advantage, r
 def test_a_missing_field_names_sample_and_remedy(make_samples, field, advantage):
     samples = make_samples(2)
     setattr(samples[1], field, None)
-    with pytest.raises(ValueError, match=f"sample 's1' has no {field}: .*(critic|Backend.logprobs)"):
+    with pytest.raises(ValueError, match=f"sample 's1' has no {field}: .*(critic|Backend.log_probs)"):
         prepare_steps(samples, configured(advantage), ScheduleConfig())
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfig, RejectConfig
 from miles.algos.context import ContextLayout, ContiguousAllGather, NoContext, Zigzag, iter_response_chunks, localize
-from miles.algos.estimate import prepare_steps
 from miles.algos.exchange import exchange
 from miles.algos.objective import step_objective
+from miles.algos.step_batches import prepare_steps
 from miles.data.sample import Sample, Status
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors

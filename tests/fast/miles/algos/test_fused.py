@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfig, RejectConfig
-from miles.algos.estimate import prepare_steps
 from miles.algos.fused import fused_objective, why_not_fused
-from miles.algos.logprobs import vocab_parallel_log_probs
+from miles.algos.log_probs import vocab_parallel_log_probs
 from miles.algos.objective import NonFiniteError, step_objective
+from miles.algos.step_batches import prepare_steps
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig
-from miles.algos.estimate import gather_scores, prepare_scoring, prepare_steps
 from miles.algos.metrics import MetricSums
 from miles.algos.objective import NonFiniteError, step_objective, value_objective
+from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig
-from miles.algos.estimate import prepare_steps
 from miles.algos.objective import step_objective
+from miles.algos.step_batches import prepare_steps
 from miles.config.metric_names import SIGNED
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfig, RejectConfig
-from miles.algos.estimate import prepare_steps
 from miles.algos.metrics import MetricSums
 from miles.algos.objective import step_objective
+from miles.algos.step_batches import prepare_steps
 from miles.data.sample import Sample, Status
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors

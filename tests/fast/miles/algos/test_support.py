@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from miles.algos.kl import support_exact
-from miles.algos.logprobs import vocab_parallel_scores
+from miles.algos.log_probs import vocab_parallel_scores
 from miles.algos.sampling_mask import (
     dense_mask,
     support_log_probs,

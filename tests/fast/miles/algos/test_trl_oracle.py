@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from miles.algos.config import AlgoConfig, KLConfig, OPSMConfig
-from miles.algos.estimate import prepare_steps
 from miles.algos.objective import step_objective
+from miles.algos.step_batches import prepare_steps
 from miles.data.batch import TrainBatch
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors

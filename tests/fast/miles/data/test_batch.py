@@ -69,8 +69,8 @@ def test_weights_sum_to_one_whatever_the_split(make_sample):
 
 def test_ranks_without_samples_get_a_masked_dummy_with_the_same_fields(make_sample):
     mask = RolloutSamplingMask.from_rows([[5], [6], [7], [8]], vocab_size=16)
-    logps = np.zeros(4, dtype=np.float32)
-    sample = make_sample(rollout_log_probs=logps, sampling_mask=mask)
+    log_probs = np.zeros(4, dtype=np.float32)
+    sample = make_sample(rollout_log_probs=log_probs, sampling_mask=mask)
     real, dummy = (rank[0] for rank in batch_of([sample], ranks=2, use_support=True, pad_id=9).ranks)
     assert not real.is_dummy
     assert dummy.is_dummy

@@ -27,16 +27,16 @@ def mask() -> RolloutSamplingMask:
         (([True, False], [0, 2]), "ids is bool"),
         (([[1, 2]], [0, 2]), r"ids is int64 \[1, 2\], expected 1-D"),
         (([2**40], [0, 1]), "ids does not fit int32"),
-        (([1, 2], [0, 2], [0.0]), "1 logprobs for 2 ids"),
+        (([1, 2], [0, 2], [0.0]), "1 log_probs for 2 ids"),
         (([1, 2], [0, 2], [-0.5, np.nan]), "finite and at most 0"),
         (([1, 2], [0, 2], [0.1, -3.0]), "finite and at most 0"),
-        (([1, 2], [0, 2], [-0.1, -3.0]), "row 0 sum to 0.95"),
+        (([1, 2], [0, 2], [-0.1, -3.0]), "row 0 have a sum of probabilities of 0.95"),
     ],
 )
 def test_csr_rejects(arguments, message):
-    ids, offsets, *logprobs = arguments
+    ids, offsets, *log_probs = arguments
     with pytest.raises(ValueError, match=message):
-        RolloutSamplingMask(np.array(ids), np.array(offsets, dtype=np.int64), 8, *map(np.array, logprobs))
+        RolloutSamplingMask(np.array(ids), np.array(offsets, dtype=np.int64), 8, *map(np.array, log_probs))
 
 
 def test_rows_with_probabilities_are_accepted_and_owned():
@@ -81,16 +81,19 @@ def test_prefix_then_concatenate_restores_the_mask():
 def test_reference_log_probs_travel_with_their_ids():
     built = mask()
     scores = np.concatenate([np.log(np.full(len(row), 1 / len(row))) for row in ROWS]).astype(np.float32)
-    scored = built.with_reference(scores)
+    scored = built.with_ref_log_probs(scores)
     assert scored != built
     picked = scored.select([4, 0])
-    np.testing.assert_array_equal(picked.reference, np.concatenate([scores[7:9], scores[0:2]]))
-    np.testing.assert_array_equal(scores[built.places(np.array([4, 0]))], picked.reference)
+    np.testing.assert_array_equal(picked.ref_log_probs, np.concatenate([scores[7:9], scores[0:2]]))
+    np.testing.assert_array_equal(scores[built.places(np.array([4, 0]))], picked.ref_log_probs)
     assert RolloutSamplingMask.concatenate([scored.prefix(2), scored.select(range(2, 5))]) == scored
-    assert RolloutSamplingMask.concatenate([scored, built]).reference is None
-    for wrong, message in ((scores[1:], "8 reference for 9 ids"), (scores - 1, "reference probabilities of row . sum")):
+    assert RolloutSamplingMask.concatenate([scored, built]).ref_log_probs is None
+    for wrong, message in (
+        (scores[1:], "8 ref_log_probs for 9 ids"),
+        (scores - 1, "ref_log_probs of row . have a sum"),
+    ):
         with pytest.raises(ValueError, match=message):
-            built.with_reference(wrong)
+            built.with_ref_log_probs(wrong)
 
 
 def test_concatenating_different_vocabularies_is_refused():

@@ -15,9 +15,9 @@ import pytest
 
 import miles
 from miles.config import ConfigError, MilesError
-from miles.orchestrate import fleet
+from miles.orchestrate import actor_group
+from miles.orchestrate.actor_group import ActorGroup
 from miles.orchestrate.errors import RunError
-from miles.orchestrate.fleet import Fleet
 from miles.orchestrate.loop import check_engines
 from miles.rollout.errors import EngineHttpError, EngineUnreachable
 from miles.sync.errors import EngineSyncError, NoEngineLeft
@@ -65,7 +65,7 @@ class FakeWorker:
 
 
 def call(*workers: FakeWorker, timeout_s: float = 5.0) -> list[Any]:
-    return asyncio.run(Fleet(timeout_s, list(workers), []).on_all_workers("work"))
+    return asyncio.run(ActorGroup(timeout_s, list(workers), []).on_all_workers("work"))
 
 
 def task_error(cause: Exception) -> Exception:
@@ -116,13 +116,13 @@ def test_dead_actor_says_how_to_resume() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_lost_engine_says_how_to_resume(error: MilesError) -> None:
-    with pytest.raises(RunError) as raised, fleet.saying_how_to_resume():
+    with pytest.raises(RunError) as raised, actor_group.saying_how_to_resume():
         call(FakeWorker(task_error(error)))
     assert str(raised.value) == f"{error}; what was saved is kept: run the same command again to resume"
 
 
 def test_what_another_start_cannot_mend_does_not_promise_a_resume() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.path x: no such folder$"), fleet.saying_how_to_resume():
+    with pytest.raises(ConfigError, match=r"^model\.path x: no such folder$"), actor_group.saying_how_to_resume():
         call(FakeWorker(task_error(ConfigError("model.path x: no such folder"))))
 
 
@@ -145,5 +145,5 @@ def test_first_failure_ends_the_wait_for_the_others() -> None:
 
 
 def test_storage_errors_are_those_a_user_can_mend() -> None:
-    assert errno.ENOSPC in fleet.STORAGE_ERRNOS
-    assert errno.ENOENT not in fleet.STORAGE_ERRNOS
+    assert errno.ENOSPC in actor_group.STORAGE_ERRNOS
+    assert errno.ENOENT not in actor_group.STORAGE_ERRNOS

@@ -20,7 +20,7 @@ Make = Callable[..., Recipe]
 URL = "http://127.0.0.1:1"
 
 
-class FakeFleet:
+class FakeActorGroup:
     """Two ranks that record their calls. `skip`: steps that change nothing; `engine`: what the engine answers."""
 
     def __init__(self, events: list[Any], *, skip: set[int] = frozenset(), engine: str = "serving") -> None:
@@ -77,14 +77,14 @@ def make_loop(recipe: Make, monkeypatch: pytest.MonkeyPatch):
         events: list[Any],
         *,
         version: int = 0,
-        fleet: dict[str, Any] | None = None,
+        actors: dict[str, Any] | None = None,
         gates: Sequence[dict[str, Any]] = (),
         **run: Any,
     ) -> TrainingLoop:
         made = recipe(run=run, quant={"gates": gates})
         return TrainingLoop(
             made,
-            FakeFleet(events, **(fleet or {})),
+            FakeActorGroup(events, **(actors or {})),
             FakeSource(events),
             locate(made, []),
             0,
@@ -138,7 +138,7 @@ def test_resumed_run_serves_its_version_before_the_first_prompt(make_loop) -> No
 
 def test_step_that_counts_nothing_makes_no_version(make_loop) -> None:
     events: list[Any] = []
-    asyncio.run(make_loop(events, fleet={"skip": {1}}, steps=3, checkpoint_every=10).run(0))
+    asyncio.run(make_loop(events, actors={"skip": {1}}, steps=3, checkpoint_every=10).run(0))
     assert names(events, "row") == [("row", 0, 1), ("row", 1, 1), ("row", 2, 2)]
     assert names(events, "skipped", "advance-source") == [("advance-source", 1), ("skipped",), ("advance-source", 2)]
 
@@ -151,13 +151,13 @@ def test_gates_see_the_whole_row_of_a_step_and_none_of_a_skipped_one(make_loop) 
     strict = [{"name": "rollout/reward_mean", "max_abs": 0.25}]
     with pytest.raises(QuantError, match=r"gate 'rollout/reward_mean': 0\.5 against a limit of 0\.25"):
         asyncio.run(make_loop([], gates=strict, steps=1, checkpoint_every=10).run(0))
-    asyncio.run(make_loop([], gates=strict, fleet={"skip": {0}}, steps=1, checkpoint_every=10).run(0))
+    asyncio.run(make_loop([], gates=strict, actors={"skip": {0}}, steps=1, checkpoint_every=10).run(0))
 
 
 @pytest.mark.parametrize("version", [0, 3])
 def test_engine_that_does_not_take_a_version_ends_the_run(make_loop, version: int) -> None:
     events: list[Any] = []
-    loop = make_loop(events, version=version, fleet={"engine": "dirty"}, steps=5, checkpoint_every=1)
+    loop = make_loop(events, version=version, actors={"engine": "dirty"}, steps=5, checkpoint_every=1)
     with pytest.raises(RunError, match=rf"did not reach every engine: {URL}: dirty"):
         asyncio.run(loop.run(version))
     assert names(events, "row", "save") == []

@@ -107,7 +107,7 @@ def test_fault_is_reported_where_its_value_was_written(tmp_path: Path) -> None:
         (["placement.nodes=2"], "set nodes to 1"),
         (["placement.mode=colocated"], "use disaggregated"),
         (["data.held_out_fraction=0"], "or run.evaluate_prompts to 0"),
-        (["evidence={status: validated}"], "needs evidence.hardware and evidence.date"),
+        (["validation={status: validated}"], "needs validation.hardware and validation.date"),
         (["expect={x: {}}"], "needs min, max or both"),
         (["name=../up"], "name: string should match pattern"),
         (["schema_version=2"], "schema_version: 2 is not allowed; use 1"),

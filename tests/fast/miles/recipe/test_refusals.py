@@ -162,8 +162,8 @@ def test_missing_base_names_the_file_that_extends_it_and_evidence_is_not_inherit
     with pytest.raises(ConfigError, match=r"top\.yaml:2:1: extends nope\.yaml: .*nope\.yaml: no such file"):
         load(top)
     (tmp_path / "nope.yaml").write_text(QUICKSTART.read_text())
-    assert load(tmp_path / "nope.yaml").evidence.status == "validated"
-    assert load(top).evidence.status == "untested"
+    assert load(tmp_path / "nope.yaml").validation.status == "validated"
+    assert load(top).validation.status == "untested"
 
 
 @pytest.mark.parametrize(

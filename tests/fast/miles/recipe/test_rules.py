@@ -35,7 +35,7 @@ VALIDATED = {"status": "validated", "hardware": "2 CPU cores", "date": "2026-01-
 
 
 def recipe(**sections: Any) -> Recipe:
-    return Recipe.model_validate_json(json.dumps({"name": "r", "evidence": VALIDATED, **sections}))
+    return Recipe.model_validate_json(json.dumps({"name": "r", "validation": VALIDATED, **sections}))
 
 
 def facts(**changes: Any) -> Facts:
@@ -89,7 +89,7 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(expect={"train/loss": {"max": 1}}), facts()),
         (recipe(expect={"train/kl": {"max": 1}}), facts()),
     ),
-    "EVIDENCE": ((recipe(), facts()), (recipe(evidence={"status": "bring-up"}), facts())),
+    "VALIDATION": ((recipe(), facts()), (recipe(validation={"status": "bring-up"}), facts())),
 }
 
 
@@ -178,14 +178,14 @@ def test_parallel_error_lists_every_size_that_does_not_divide() -> None:
 
 
 def test_errors_come_before_warnings_and_all_are_shown_at_once(tmp_path: Path) -> None:
-    broken = recipe(rollout={"max_new_tokens": 600}, train={"parallel": {"tp": 3}}, evidence={"status": "untested"})
+    broken = recipe(rollout={"max_new_tokens": 600}, train={"parallel": {"tp": 3}}, validation={"status": "untested"})
     found = check(broken, facts_of(broken))
-    assert [finding.rule for finding in found] == ["PARALLEL", "SEQ-FIT", "EVIDENCE"]
+    assert [finding.rule for finding in found] == ["PARALLEL", "SEQ-FIT", "VALIDATION"]
     assert [finding.severity for finding in found] == ["error", "error", "warning"]
     with pytest.raises(ConfigError) as raised:
         check_or_raise(broken)
     assert str(raised.value).count("\n[") == 1
-    assert "EVIDENCE" not in str(raised.value)
+    assert "VALIDATION" not in str(raised.value)
 
 
 def test_facts_come_from_the_folder_when_there_is_one_and_from_the_shape_otherwise(tmp_path: Path) -> None:

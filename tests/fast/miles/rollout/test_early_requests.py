@@ -11,7 +11,7 @@ from fake_engine import FakeEngine, FakePrompts, Letters
 from miles.rollout.config import RolloutConfig
 from miles.rollout.engines.embedded.requests import BadRequest, Refusal, parse_generate
 from miles.rollout.generate import single_turn
-from miles.rollout.loop import SyncRollout
+from miles.rollout.sync_rollout import SyncRollout
 
 PROMPTS = [[3, 5, 7, 9], [2, 4, 6]]
 

@@ -124,7 +124,7 @@ def test_one_broken_mask_among_others_is_named():
     assert [mask.ids.tolist() for mask in masks] == [[3, 1]] * 3
     replies[2]["meta_info"]["output_sampling_mask"].pop("logprobs")
     mixed = read_replies(replies, requests, vocab_size=8, engine="e")
-    assert [r.sampling_mask.logprobs is None for r in mixed] == [False, False, True]
+    assert [r.sampling_mask.log_probs is None for r in mixed] == [False, False, True]
     # Offsets that would fit if they were read across the replies' borders.
     replies[0]["meta_info"]["output_sampling_mask"]["offsets"] = [0, 1, 3]
     with pytest.raises(EngineReplyError, match=r"request r0: output_sampling_mask: .*last offset is 3"):

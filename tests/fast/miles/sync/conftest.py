@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 from sync_engines import ParameterHost, RunningEngine, qwen3_weights
 
-from miles.data.weight_table import EngineTable
 from miles.rollout.engines.embedded.weight_routes import WeightService
 from miles.rollout.engines.embedded.weights import WeightReceiver, table_of
 from miles.sync.config import SyncConfig
 from miles.sync.session import WeightPusher
+from miles.weight_wire.table import EngineTable
 
 
 @pytest.fixture

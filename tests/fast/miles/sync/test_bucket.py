@@ -6,10 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.data.weight_bucket import BucketHeader, Piece, WeightWireError, piece_view
-from miles.data.weight_table import EngineTable, ParamEntry
 from miles.sync.bucket import BucketStager, FixedBucket, bucket_size, pack_rounds, staged_bytes
-from miles.sync.plan import SourceSpec, build_plan
+from miles.sync.entry import SourceSpec
+from miles.sync.plan import build_plan
+from miles.weight_wire.bucket import BucketHeader, Piece, WeightWireError, piece_view
+from miles.weight_wire.table import EngineTable, ParamEntry
 
 
 def plan_of(shapes, dtype="float32"):

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.data.weight_bucket import WORDS_PER_CHUNK, digest
 from miles.sync.checksum import ChecksumPolicy, plan_digest
+from miles.weight_wire.bucket import WORDS_PER_CHUNK, digest
 
 
 def reference_digest(data: bytes) -> int:

@@ -4,11 +4,11 @@ import pytest
 import torch
 from sync_engines import same, zeros_like
 
-from miles.data.weight_bucket import WeightWireError
-from miles.data.weight_delta import WeightDelta, write_delta
-from miles.data.weight_table import EngineTable, ParamEntry
 from miles.sync.config import DeltaConfig, SyncConfig
 from miles.sync.errors import SyncOptionError
+from miles.weight_wire.bucket import WeightWireError
+from miles.weight_wire.delta import WeightDelta, write_delta
+from miles.weight_wire.table import EngineTable, ParamEntry
 
 
 def config(**changes):

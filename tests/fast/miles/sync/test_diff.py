@@ -4,8 +4,8 @@ from safetensors.torch import save_file
 from sync_engines import zeros_like
 
 from miles.config import ConfigError
-from miles.data.weight_table import EngineTable, ParamEntry
 from miles.sync.diff import diff_engine
+from miles.weight_wire.table import EngineTable, ParamEntry
 
 
 def test_diff_names_the_destinations_that_are_not_the_checkpoints(start_engine, pusher_for, tiny_weights, tmp_path):

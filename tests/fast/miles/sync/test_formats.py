@@ -4,13 +4,14 @@ import pytest
 import torch
 from sync_engines import status
 
-from miles.data.weight_table import EngineTable, ParamEntry
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.quant.codecs import fp8_block, fp8_tensor, mxfp4, mxfp8, nvfp4
 from miles.quant.packed import pair_amax
 from miles.sync.config import SyncConfig
+from miles.sync.entry import SourceSpec
 from miles.sync.errors import PlanError, SyncOptionError
-from miles.sync.plan import SourceSpec, build_plan
+from miles.sync.plan import build_plan
+from miles.weight_wire.table import EngineTable, ParamEntry
 
 FP8 = "float8_e4m3fn"
 INDEXER = "model.layers.0.self_attn.indexer."

@@ -93,7 +93,7 @@ def weights():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 pusher = WeightPusher([sys.argv[1]], SyncConfig(bucket_bytes=4096, timeout_s=1.0), "killed")
-from miles.sync.plan import SourceSpec
+from miles.sync.entry import SourceSpec
 pusher.push(weights(), 7, weight_map={n: SourceSpec((3000,), "float32") for n in "abc"})
 """
 

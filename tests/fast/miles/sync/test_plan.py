@@ -2,9 +2,10 @@ import itertools
 
 import pytest
 
-from miles.data.weight_table import EngineTable, ParamEntry
+from miles.sync.entry import SourceSpec
 from miles.sync.errors import PlanError
-from miles.sync.plan import SourceSpec, build_plan, covered_modules, selector_for
+from miles.sync.plan import build_plan, covered_modules, selector_for
+from miles.weight_wire.table import EngineTable, ParamEntry
 
 
 def f32(*shape):

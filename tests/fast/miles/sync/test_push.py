@@ -9,10 +9,10 @@ import pytest
 import torch
 from sync_engines import ask, same, status, zeros_like
 
-from miles.data.weight_table import EngineTable, ParamEntry
 from miles.sync.config import SyncConfig
+from miles.sync.entry import SourceSpec
 from miles.sync.errors import NoEngineLeft, PlanError, SourceError, SyncBusyError, SyncError
-from miles.sync.plan import SourceSpec
+from miles.weight_wire.table import EngineTable, ParamEntry
 
 
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from miles.data.weight_bucket import BucketHeader, Piece, align_up, digest
-from miles.data.weight_table import EngineTable, ParamEntry
 from miles.rollout.engines.embedded.weights import BeginUpdate, WeightReceiver, WeightUpdateError, table_of
+from miles.weight_wire.bucket import BucketHeader, Piece, align_up, digest
+from miles.weight_wire.table import EngineTable, ParamEntry
 
 
 class Setup:

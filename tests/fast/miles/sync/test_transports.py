@@ -11,12 +11,12 @@ import torch
 from sync_engines import same, status, zeros_like
 
 from miles.config import ConfigError
-from miles.data.weight_bucket import WeightWireError
-from miles.data.weight_folder import WeightFolder, write_folder
-from miles.data.weight_table import EngineTable, ParamEntry
 from miles.rollout.engines.embedded.weight_group import WeightGroup
 from miles.sync.config import SyncConfig
 from miles.sync.errors import NoEngineLeft, PlanError, SourceError, SyncOptionError
+from miles.weight_wire.bucket import WeightWireError
+from miles.weight_wire.folder import WeightFolder, write_folder
+from miles.weight_wire.table import EngineTable, ParamEntry
 
 TRANSPORTS = ["tensor", "broadcast", "disk", "disk_delta"]
 

@@ -188,7 +188,7 @@ def make_samples(
 def make_batch(samples: list[Any], *, dp: int = 1, layout: str = "bshd", tokens: int = 8192, multiple: int = 1) -> Any:
     """The TrainBatch of one step over all samples."""
     from miles.algos.config import AlgoConfig
-    from miles.algos.estimate import prepare_steps
+    from miles.algos.step_batches import prepare_steps
     from miles.data.schedule import ScheduleConfig
 
     schedule = ScheduleConfig(data_parallel=dp, max_tokens_per_gpu=tokens, layout=layout)  # type: ignore[arg-type]

@@ -145,7 +145,7 @@ def test_policy_gradient_moves_probability_to_the_rewarded_tokens(ranks, toolbox
         batch = toolbox.batch(samples).for_rank(0)
 
         def gap():
-            scores = [s.sum() for s in backend.logprobs(batch)]
+            scores = [s.sum() for s in backend.log_probs(batch)]
             rewards = [samples[i].reward for mb in batch.micro_batches for i in mb.sample_index]
             return float(np.corrcoef(scores, rewards)[0, 1])
 
@@ -286,16 +286,16 @@ def test_the_reference_stays_where_the_run_started(parallel, ranks, toolbox, mod
         backend = toolbox.backend(model_dir, rank, world, port, algo=algo, **parallel)
         samples = toolbox.samples(ragged=True)
         batch = toolbox.batch(samples).for_rank(0)
-        start = np.concatenate(backend.reference_logprobs(batch))
-        assert np.array_equal(start, np.concatenate(backend.logprobs(batch)))
+        start = np.concatenate(backend.ref_log_probs(batch))
+        assert np.array_equal(start, np.concatenate(backend.log_probs(batch)))
         order = [int(index) for item in batch.micro_batches for index in item.sample_index]
-        for index, scores in zip(order, backend.reference_logprobs(batch), strict=True):
+        for index, scores in zip(order, backend.ref_log_probs(batch), strict=True):
             samples[index].ref_log_probs = scores + 1.0
         metrics = backend.step(toolbox.batch(samples).for_rank(0))
         backend.save(tmp_path, extra={"step": 1})
         backend.load_checkpoint(tmp_path)
-        moved = np.abs(np.concatenate(backend.logprobs(batch)) - start).max()
-        return metrics, moved, np.abs(np.concatenate(backend.reference_logprobs(batch)) - start).max()
+        moved = np.abs(np.concatenate(backend.log_probs(batch)) - start).max()
+        return metrics, moved, np.abs(np.concatenate(backend.ref_log_probs(batch)) - start).max()
 
     metrics, moved, drift = ranks(body, 2 if parallel else 1)[0]
     assert metrics["train/kl"] == pytest.approx(0.5, rel=1e-4), "k2 of a difference of 1"
@@ -307,7 +307,7 @@ def test_no_reference_is_kept_when_nothing_needs_it(ranks, toolbox, model_dir):
     from miles.train.errors import TrainError
 
     def act(backend):
-        backend.reference_logprobs(toolbox.batch(toolbox.samples()).for_rank(0))
+        backend.ref_log_probs(toolbox.batch(toolbox.samples()).for_rank(0))
 
     with pytest.raises(TrainError, match=r"no reference model.*algo\.kl\.where"):
         ranks(one(toolbox, model_dir, act), 1)

@@ -17,7 +17,7 @@ def ppo(toolbox, model_dir, algo, steps, folder=None, **parallel):
     """Body of a rank: `steps` PPO steps, values scored before each; then a checkpoint."""
 
     def body(rank, world, port):
-        from miles.algos.estimate import gather_scores, prepare_scoring, prepare_steps
+        from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
         from miles.data.schedule import ScheduleConfig
 
         backend = toolbox.backend(model_dir, rank, world, port, algo=algo, **parallel)

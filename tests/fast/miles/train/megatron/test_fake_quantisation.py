@@ -54,9 +54,9 @@ def test_quantisation_changes_the_forward_pass(ranks, toolbox, moe_dir):
     def scores(backend, hook, batch):
         from miles.quant import qat
 
-        with_hook = np.concatenate(backend.logprobs(batch))
+        with_hook = np.concatenate(backend.log_probs(batch))
         qat.uninstall(hook.chunks[0])
-        return with_hook, np.concatenate(backend.logprobs(batch))
+        return with_hook, np.concatenate(backend.log_probs(batch))
 
     with_hook, without = ranks(quantised(toolbox, moe_dir, scores), 1)[0]
     assert 1e-3 < np.abs(with_hook - without).max() < 5
@@ -78,7 +78,7 @@ def test_rounding_adds_no_gap_between_trainer_and_engine(ranks, toolbox, moe_dir
         from miles.quant import qat
         from miles.quant.packed import PackedExperts
 
-        with_hook = np.concatenate(backend.logprobs(batch))
+        with_hook = np.concatenate(backend.log_probs(batch))
         sent = {name: tensor.detach().clone() for name, tensor in backend.state_for_sync()}
         qat.uninstall(hook.chunks[0])
         found = []
@@ -88,7 +88,7 @@ def test_rounding_adds_no_gap_between_trainer_and_engine(ranks, toolbox, moe_dir
             assert count == sum(not torch.equal(live[name], sent[name]) for name in live) == 2 * 4 * 3
             save_file(live, tmp_path / "model.safetensors")
             backend.load(tmp_path)
-            found.append(np.abs(np.concatenate(backend.logprobs(batch)) - with_hook).max())
+            found.append(np.abs(np.concatenate(backend.log_probs(batch)) - with_hook).max())
         return found
 
     options = {"use_4over6": True, "error_mode": "MSE", "error_use_fast_math": True}

@@ -29,7 +29,7 @@ def step(toolbox, model_dir, layout, share, **parallel):
         grads = dict(backend.policy.full_tensors.gather(named))
         computed = sum(item.tensors.input_ids.numel() for item in inputs)
         order = [int(index) for item in mine.micro_batches for index in item.sample_index if index >= 0]
-        return grads, backend.step(mine), dict(zip(order, backend.logprobs(mine), strict=True)), computed
+        return grads, backend.step(mine), dict(zip(order, backend.log_probs(mine), strict=True)), computed
 
     return body
 
@@ -74,7 +74,7 @@ def test_each_response_token_sees_its_prompt_and_its_past(pairs, multiple):
     import torch
 
     from miles.algos.config import AlgoConfig
-    from miles.algos.estimate import prepare_steps
+    from miles.algos.step_batches import prepare_steps
     from miles.data.sample import Sample, Status
     from miles.data.schedule import ScheduleConfig
     from miles.data.tensors import to_tensors

@@ -26,7 +26,7 @@ def support_scores(toolbox, model_dir, **parallel):
 
     def body(rank, world, port):
         from miles.algos.config import AlgoConfig
-        from miles.algos.estimate import prepare_steps
+        from miles.algos.step_batches import prepare_steps
         from miles.data.schedule import ScheduleConfig
 
         backend = toolbox.backend(model_dir, rank, world, port, **parallel)
@@ -34,13 +34,13 @@ def support_scores(toolbox, model_dir, **parallel):
         schedule = ScheduleConfig(layout="thd", context_parallel=parallel.get("cp", 1))
         batch = prepare_steps(samples, AlgoConfig(), schedule, use_support=True).steps[0].for_rank(0)
         order = [int(index) for item in batch.micro_batches for index in item.sample_index]
-        return np.concatenate(backend.logprobs(batch)), order, backend.step(batch)
+        return np.concatenate(backend.log_probs(batch)), order, backend.step(batch)
 
     return body
 
 
 @pytest.fixture(scope="module")
-def support_reference(ranks, toolbox, model_dir):
+def support_ref_log_probs(ranks, toolbox, model_dir):
     """By sample: log-softmax over each row's support, from logits of transformers' model."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -61,9 +61,9 @@ def support_reference(ranks, toolbox, model_dir):
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"cp": 2}], ids=["single", "tp2", "cp2"])
-def test_log_probs_on_the_samplers_support(parallel, ranks, toolbox, model_dir, support_reference):
+def test_log_probs_on_the_samplers_support(parallel, ranks, toolbox, model_dir, support_ref_log_probs):
     scores, order, metrics = ranks(support_scores(toolbox, model_dir, **parallel), 2 if parallel else 1)[0]
-    expected = np.concatenate([support_reference[index] for index in order])
+    expected = np.concatenate([support_ref_log_probs[index] for index in order])
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
     assert 0 < metrics["mismatch/support_mass_min"] <= metrics["mismatch/support_mass_mean"] <= 1
 
@@ -76,7 +76,7 @@ def exact_kl(toolbox, model_dir, **parallel):
 
     def body(rank, world, port):
         from miles.algos.config import AlgoConfig, KLConfig
-        from miles.algos.estimate import gather_scores, prepare_scoring, prepare_steps
+        from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
         from miles.data.schedule import ScheduleConfig
 
         algo = AlgoConfig(kl=KLConfig(where="loss", estimator="support_exact", coef=1.0))
@@ -94,10 +94,10 @@ def exact_kl(toolbox, model_dir, **parallel):
             tilted = values + 0.3 * np.cos(np.arange(len(values)))
             offsets = sample.sampling_mask.offsets
             mass = np.log(np.add.reduceat(np.exp(tilted), offsets[:-1]))
-            sample.sampling_mask = sample.sampling_mask.with_reference(tilted - np.repeat(mass, np.diff(offsets)))
+            sample.sampling_mask = sample.sampling_mask.with_ref_log_probs(tilted - np.repeat(mass, np.diff(offsets)))
         batch = prepare_steps(samples, algo, schedule, use_support=True).steps[0]
         metrics = backend.step(batch.for_rank(backend.parallel_layout.dp_rank))
-        return scores, [sample.sampling_mask.reference for sample in samples], metrics
+        return scores, [sample.sampling_mask.ref_log_probs for sample in samples], metrics
 
     return body
 
@@ -139,7 +139,7 @@ def test_samples_without_a_response_are_scored_and_not_trained(layout, cut, para
 
     def body(rank, world, port):
         from miles.algos.config import AlgoConfig, KLConfig
-        from miles.algos.estimate import gather_scores, prepare_scoring, prepare_steps
+        from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
         from miles.data.sample import Status
         from miles.data.schedule import ScheduleConfig
 
@@ -153,13 +153,13 @@ def test_samples_without_a_response_are_scored_and_not_trained(layout, cut, para
         scoring = prepare_scoring(samples, schedule, use_support=True)
         scores = [
             gather_scores(scoring, [score(scoring.for_rank(0))], len(samples))
-            for score in (backend.logprobs, backend.values, backend.reference_support)
+            for score in (backend.log_probs, backend.values, backend.reference_support)
         ]
         for sample, log_probs, values, reference in zip(samples, *scores, strict=True):
             assert len(log_probs) == len(values) == sample.response_length
             sample.values = values
             if sample.sampling_mask is not None:
-                sample.sampling_mask = sample.sampling_mask.with_reference(reference)
+                sample.sampling_mask = sample.sampling_mask.with_ref_log_probs(reference)
         return backend.step(prepare_steps(samples, algo, schedule, use_support=True).steps[0].for_rank(0))
 
     for metrics in ranks(body, math.prod(parallel.values())):

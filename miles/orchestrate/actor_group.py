@@ -1,0 +1,164 @@
+"""All actors of a run: started together on one placement group, called with bounded waits, stopped without loss."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miles.config.errors import MilesError
+from miles.config.files import storage_error
+from miles.orchestrate.actors import EngineActor, TrainWorker
+from miles.orchestrate.errors import RunError
+from miles.recipe import Recipe
+from miles.rollout.errors import EngineHttpError, EngineUnreachable
+from miles.sync.errors import EngineSyncError, NoEngineLeft
+
+STOP_WAIT_S = 5.0
+# A full or read-only disk is the user's to mend, wherever it was met.
+STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+RESUME_HINT = "what was saved is kept: run the same command again to resume"
+# What a dead engine looks like to those that talk to it; the next life of the run starts others.
+ENGINE_LOST = (EngineUnreachable, EngineHttpError, EngineSyncError, NoEngineLeft)
+
+
+@dataclass
+class ActorGroup:
+    """Handles of the running actors. `resumed` is the loop's state from the checkpoint, None for a new run."""
+
+    timeout_s: float
+    workers: list[Any]
+    engines: list[Any]
+    dp_ranks: list[int] = field(default_factory=list)
+    engine_urls: list[str] = field(default_factory=list)
+    resumed: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    async def on_all_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call every trainer rank with the same arguments; results by rank."""
+        return await self.on_workers(method, [arguments] * len(self.workers))
+
+    async def on_workers(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Call trainer ranks (default: all) with their own arguments; the first failure ends the wait for all."""
+        workers = self.workers if ranks is None else [self.workers[rank] for rank in ranks]
+        calls = [getattr(worker, method).remote(*given) for worker, given in zip(workers, arguments, strict=True)]
+        return await self._gather("trainer", method, calls)
+
+    async def on_engines(self, method: str) -> list[Any]:
+        """Call every engine actor."""
+        return await self._gather("engine", method, [getattr(e, method).remote() for e in self.engines])
+
+    async def _gather(self, role: str, method: str, calls: list[Any]) -> list[Any]:
+        waits = [asyncio.ensure_future(_result(call, f"{role} {i}: {method}")) for i, call in enumerate(calls)]
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.gather(*waits)
+        except TimeoutError:
+            raise RunError(
+                f"{role}: {method} did not finish within {self.timeout_s:g} s (run.timeout_s); {RESUME_HINT}"
+            ) from None
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+async def _result(call: Any, what: str) -> Any:
+    import ray
+
+    try:
+        return await call
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, MilesError):
+            raise cause from None
+        if isinstance(cause, OSError) and cause.errno in STORAGE_ERRNOS:
+            raise storage_error(Path(cause.filename or what), cause) from None
+        raise RunError(f"{what} failed: {error}") from None
+    except ray.exceptions.RayActorError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(f"{what}: the process died ({reason}); {RESUME_HINT}") from None
+
+
+@contextlib.contextmanager
+def saying_how_to_resume() -> Iterator[None]:
+    """The loss of an engine is a `RunError` that says what to do, whoever met it first."""
+    try:
+        yield
+    except ENGINE_LOST as error:
+        raise RunError(f"{error}; {RESUME_HINT}") from error
+
+
+@contextlib.asynccontextmanager
+async def running_actors(recipe: Recipe, model_dir: Path, checkpoints: Path, logs: Path) -> AsyncIterator[ActorGroup]:
+    """Start engines and trainer ranks side by side, load or resume, connect the weight sync; stop them at the end."""
+    world, count = recipe.train.parallel.world_size, recipe.engine.count
+    place = _placement(world + count)
+    engines = [place(EngineActor, world + index).remote(recipe, model_dir, index, logs) for index in range(count)]
+    workers = [place(TrainWorker, rank).remote(recipe, model_dir, rank) for rank in range(world)]
+    actors = ActorGroup(recipe.run.timeout_s, workers, engines)
+    try:
+        with saying_how_to_resume():
+            await _start(actors, checkpoints)
+            yield actors
+    finally:
+        await _stop(actors)
+
+
+@contextlib.asynccontextmanager
+async def running_trainers(recipe: Recipe, model_dir: Path) -> AsyncIterator[ActorGroup]:
+    """Trainer ranks alone, nothing loaded."""
+    world = recipe.train.parallel.world_size
+    place = _placement(world)
+    actors = ActorGroup(
+        recipe.run.timeout_s, [place(TrainWorker, rank).remote(recipe, model_dir, rank) for rank in range(world)], []
+    )
+    try:
+        yield actors
+    finally:
+        await _stop(actors)
+
+
+def _placement(bundles: int) -> Callable[[type, int], Any]:
+    """A placement group of one-CPU bundles; the result makes an actor class bound to one of them."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = ray.util.placement_group([{"CPU": 1}] * bundles, strategy="PACK")
+
+    def place(actor: type, bundle: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        # A dead actor is not restarted behind the loop's back: its state would be of another step.
+        return ray.remote(actor).options(num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy=strategy)
+
+    return place
+
+
+async def _start(actors: ActorGroup, checkpoints: Path) -> None:
+    async def trainers() -> list[dict[str, Any]]:
+        address, port = (await actors.on_workers("offer_port", [()], ranks=[0]))[0]
+        return await actors.on_all_workers("start", address, port, checkpoints)
+
+    states, engines = await asyncio.gather(trainers(), actors.on_engines("ready"))
+    actors.dp_ranks = [state["dp_rank"] for state in states]
+    actors.resumed, actors.notes = states[0]["extra"], states[0]["notes"]
+    actors.engine_urls = [engine["url"] for engine in engines]
+    # A new id for every life of a run: engines left over from an earlier one cannot pass for current.
+    await actors.on_all_workers("connect", actors.engine_urls, uuid.uuid4().hex)
+
+
+async def _stop(actors: ActorGroup) -> None:
+    import ray
+
+    calls = [engine.kill.remote() for engine in actors.engines] + [worker.close.remote() for worker in actors.workers]
+    with contextlib.suppress(Exception):
+        ray.wait(calls, num_returns=len(calls), timeout=STOP_WAIT_S)
+    for actor in (*actors.engines, *actors.workers):
+        with contextlib.suppress(Exception):
+            ray.kill(actor)
