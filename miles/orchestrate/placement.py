@@ -35,7 +35,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """`driver`: id of the node that the command runs on."""
+    """What a run may use. `driver`: id of the node that the command runs on."""
 
     nodes: tuple[NodeFacts, ...]
     driver: str
@@ -107,25 +107,28 @@ class Placement:
                 yield f"{role} {number}", where
 
 
-def place(recipe: Recipe, cluster: ClusterFacts) -> Placement:
-    """The one placement of this recipe on this cluster. `PlacementError` says what is needed and what there is."""
-    plan, rooms = _Plan.of(recipe, cluster), _rooms(cluster)
+def place(recipe: Recipe, cluster: ClusterFacts, *, engines: bool = True) -> Placement:
+    """The one placement of this recipe on this cluster. `PlacementError` says what is needed and what there is.
+
+    `engines=False`: the trainer ranks alone.
+    """
+    plan, rooms = _Plan.of(recipe, cluster, engines=recipe.engine.count if engines else 0), _rooms(cluster)
     if plan.colocated:
         trainers = _seat_trainers(plan, rooms, engines_on_first=plan.engines)
-        engines = trainers[: plan.engines]
+        servers = trainers[: plan.engines]
     elif plan.engine_kind == "cuda" and plan.trainer_kind == "cpu":
         # The scarcer device first: ranks on CPUs must not take the last process of a node with a GPU.
-        engines = _seat_engines(plan, rooms)
+        servers = _seat_engines(plan, rooms)
         trainers = _seat_trainers(plan, rooms)
     else:
         trainers = _seat_trainers(plan, rooms)
-        engines = _seat_engines(plan, rooms)
-    seats = list(dict.fromkeys((*trainers, *engines)))
+        servers = _seat_engines(plan, rooms)
+    seats = list(dict.fromkeys((*trainers, *servers)))
     devices = {seat: Device(seat.node, seat.kind, seat.index, bundle) for bundle, seat in enumerate(seats)}
     return Placement(
         cluster=cluster,
         trainer_devices=tuple(devices[seat] for seat in trainers),
-        engine_devices=tuple(devices[seat] for seat in engines),
+        engine_devices=tuple(devices[seat] for seat in servers),
         bundles=tuple(ResourceBundle(seat.node, seat.cpus, int(seat.kind == "cuda")) for seat in seats),
     )
 
@@ -148,16 +151,14 @@ class _Plan:
     cluster: ClusterFacts
 
     @classmethod
-    def of(cls, recipe: Recipe, cluster: ClusterFacts) -> _Plan:
+    def of(cls, recipe: Recipe, cluster: ClusterFacts, *, engines: int) -> _Plan:
         wanted = recipe.train.device
         if wanted == "auto":
             wanted = "cuda" if any(node.gpus for node in cluster.nodes) else "cpu"
         engine: Kind = "cpu" if recipe.engine.device == "cpu" else "cuda"
         parallel, colocated = recipe.train.parallel, recipe.placement.mode == "colocated"
-        plan = cls(
-            parallel.world_size, tensor_group(parallel), recipe.engine.count, wanted, engine, colocated, cluster
-        )
-        if colocated and engine != wanted:
+        plan = cls(parallel.world_size, tensor_group(parallel), engines, wanted, engine, colocated, cluster)
+        if colocated and engines and engine != wanted:
             raise PlacementError(
                 f"placement.mode colocated shares devices, but trainers are on {wanted} (train.device "
                 f"{recipe.train.device}) and engines on {engine} (engine.device {recipe.engine.device}); set both to the "

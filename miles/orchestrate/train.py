@@ -24,11 +24,12 @@ from miles.observe.progress import Progress, open_progress
 from miles.observe.reward_report import MEAN_OVER, write_reward_report
 from miles.observe.tensorboard_events import TensorBoardEvents
 from miles.orchestrate.actor_group import ActorGroup, running_actors
-from miles.orchestrate.cluster import local_cluster
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
+from miles.orchestrate.placed_cluster import placed_cluster
+from miles.orchestrate.placement import Placement
 from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.rollout_source import BoundedStaleness, OnPolicy, open_source
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
@@ -65,12 +66,11 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             return Outcome(finished["line"], finished)
         check_or_record(recipe, folder)
         model_dir = prepare_model(recipe, folder)
-        cpus = recipe.train.parallel.world_size + recipe.engine.count
         progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
         try:
             progress.stage("starting Ray")
-            with local_cluster(cpus=cpus, gpus=recipe.placement.gpus_per_node):
-                rows, evaluation = asyncio.run(_Session(recipe, folder, model_dir, progress).run())
+            with placed_cluster(recipe) as placement:
+                rows, evaluation = asyncio.run(_Session(recipe, placement, folder, model_dir, progress).run())
                 # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, evaluation, started)
                 write_reward_report(rows, folder.path, name=recipe.name)
@@ -84,14 +84,17 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
 class _Session:
     """Everything that lives while actors do."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, model_dir: Path, progress: Progress) -> None:
+    def __init__(
+        self, recipe: Recipe, placement: Placement, folder: RunFolder, model_dir: Path, progress: Progress
+    ) -> None:
+        self.placement = placement
         self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
         self.tokenizer = Tokenizer(model_dir)
 
     async def run(self) -> tuple[list[Row], dict[str, float]]:
         recipe, folder = self.recipe, self.folder
         self.progress.stage("starting trainer and engine")
-        async with running_actors(recipe, self.model_dir, folder.checkpoints, folder.logs) as actors:
+        async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
             prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
             engines = EnginePool(
                 actors.engine_urls,

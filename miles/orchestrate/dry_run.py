@@ -1,4 +1,4 @@
-"""`miles train --dry-run`: everything that can be said before anything starts."""
+"""`miles train --dry-run`: everything that can be said before anything starts, the placement included."""
 
 from __future__ import annotations
 
