@@ -23,16 +23,16 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade 'pip>=25'
 
-$(RUN_READY): $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[tasks]'
+$(RUN_READY): $(VENV)/bin/python pyproject.toml ci/pyproject.toml constraints.txt
+	$(PIP) install --quiet --constraint constraints.txt --editable ./ci --editable '.[tasks]'
 	@touch $@
 
 $(DEV_READY): $(RUN_READY)
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,tasks,ci]'
+	$(PIP) install --quiet --constraint constraints.txt --editable './ci[run,postgres,schema,pretty]' --editable '.[dev,tasks]'
 	@touch $@
 
 # GitHub's own workflow parser, which tests compare ours with; where npm is missing they say so.
-NODE := ci/workflows/node
+NODE := ci/miles_ci/workflows/node
 NODE_READY := $(NODE)/node_modules/.package-lock.json
 $(NODE_READY): $(NODE)/package-lock.json
 	@if command -v npm >/dev/null; then cd $(NODE) && npm ci --silent --no-audit --no-fund && touch node_modules/.package-lock.json; \

@@ -17,16 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ci.fleet import Fleet
-from ci.report.analyse import Report
-from ci.report.analyst import Analysis
-from ci.report.cards import Card, JobRow, lark, pr_comment
-from ci.workflows.generate import render
-from ci.workflows.lint import lint
-from ci.workflows.model import Workflow
-from ci.workflows.rules import rules_for
-from ci.workflows.simulate import Event, Outcome, simulate
-from ci.workflows.walk import job_outputs, states_of, walk
+from miles_ci.fleet import Fleet
+from miles_ci.report.analyse import Report
+from miles_ci.report.analyst import Analysis
+from miles_ci.report.cards import Card, JobRow, lark, pr_comment
+from miles_ci.workflows.generate import render
+from miles_ci.workflows.lint import lint
+from miles_ci.workflows.model import Workflow
+from miles_ci.workflows.rules import rules_for
+from miles_ci.workflows.simulate import Event, Outcome, simulate
+from miles_ci.workflows.walk import job_outputs, states_of, walk
 
 ROOT = Path(__file__).resolve().parents[1]
 REPEAT = 3
@@ -94,14 +94,18 @@ def gateway() -> float:
             payload["issue"]["pull_request"] = {"url": "x"}  # type: ignore[index]
             (folder / "event.json").write_text(json.dumps(payload))
             env = {
-                **os.environ, "PYTHONPATH": str(ROOT), "GITHUB_API_URL": base, "GITHUB_REPOSITORY": REPO, "GITHUB_TOKEN": TOKEN, "APP_TOKEN": APP_TOKEN,
+                **os.environ, "PYTHONPATH": str(ROOT / "ci"), "GITHUB_API_URL": base, "GITHUB_REPOSITORY": REPO, "GITHUB_TOKEN": TOKEN, "APP_TOKEN": APP_TOKEN,
                 "APP_ID": str(APP_ID), "BOT_ID": str(BOT_ID), "GITHUB_EVENT_PATH": str(folder / "event.json"),
             }  # fmt: skip
             arrived: list[float] = []
             hub.on_dispatch = lambda workflow, run, inputs, seen=arrived: seen.append(time.perf_counter())
             start = time.perf_counter()
             subprocess.run(
-                [sys.executable, "-m", "ci", "bot", "gateway"], cwd=folder, env=env, check=True, capture_output=True
+                [sys.executable, "-m", "miles_ci", "bot", "gateway"],
+                cwd=folder,
+                env=env,
+                check=True,
+                capture_output=True,
             )
             hub.stop()
             assert arrived, number

@@ -81,7 +81,7 @@ def generate(root: Path, files: int, seed: int = 0) -> None:
             folder = "fast-gpu" if suite == "stage-b-1-gpu-h200" else "rocm" if "rocm" in function else "e2e"
             path = root / f"tests/{folder}/area_{index % 31}/test_{index:05}.py"
             header = [
-                f"from ci.declare import {function}",
+                f"from miles_ci.declare import {function}",
                 "",
                 f'{function}(est_time={chance.randrange(20, 900)}, suite="{suite}", hardware=["{hardware}"],',
                 f'    num_gpus={chance.randint(1, gpus)}, labels=["{chance.choice(LABELS)}"])',
@@ -93,7 +93,7 @@ def generate(root: Path, files: int, seed: int = 0) -> None:
 def timed(command: list[str], cwd: Path, *, ok: tuple[int, ...] = (0,)) -> tuple[float, float]:
     """(wall, CPU) seconds of one process; CPU time tells what a quiet machine would need."""
     # pytest without the plugins installed beside us: kinder to it, and the same everywhere.
-    extra = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    extra = {"PYTHONPATH": str(ROOT / "ci"), "PYTHONDONTWRITEBYTECODE": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environ = {**os.environ, **extra}
     environ = {key: value for key, value in environ.items() if not key.startswith("MILES_CI_")}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -112,11 +112,11 @@ def best(command: list[str], cwd: Path, repeat: int) -> tuple[float, float]:
 
 def planning_alone(root: Path) -> tuple[float, float]:
     """Selection and plan in this process, everything else loaded: what planning itself costs."""
-    sys.path.insert(0, str(ROOT))
-    from ci.plan.build import build_plan
-    from ci.select.policy import Policy
-    from ci.select.selection import select
-    from ci.workspace import Workspace
+    sys.path.insert(0, str(ROOT / "ci"))
+    from miles_ci.plan.build import build_plan
+    from miles_ci.select.policy import Policy
+    from miles_ci.select.selection import select
+    from miles_ci.workspace import Workspace
 
     space = Workspace.find(str(root))
     catalog, fleet, durations = space.catalog, space.fleet, space.durations
@@ -130,9 +130,9 @@ def planning_alone(root: Path) -> tuple[float, float]:
 
 
 def import_of_declarations(repeat: int) -> tuple[float, float]:
-    """What `from ci.declare import …` costs a test file, inside a fresh interpreter."""
+    """What `from miles_ci.declare import …` costs a test file, inside a fresh interpreter."""
     code = (
-        "import time; start = time.perf_counter(), time.process_time(); import ci.declare; "
+        "import time; start = time.perf_counter(), time.process_time(); import miles_ci.declare; "
         "print(time.perf_counter() - start[0], time.process_time() - start[1])"
     )
     outputs = [
@@ -160,7 +160,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=cpu_record.RESULTS / "ci_plan.json")
     args = parser.parse_args()
     head = cpu_record.head()
-    miles_ci = [sys.executable, "-m", "ci"]
+    miles_ci = [sys.executable, "-m", "miles_ci"]
     plan = [*miles_ci, "plan", "--cadence", "weekly", "--out", "plan.json"]
     times: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory(prefix="ci-plan-") as name:
@@ -176,7 +176,7 @@ def main() -> int:
         times["miles-ci list, 400 files"] = best([*miles_ci, "list"], small, args.repeat)
         times["miles-ci list, this repository"] = best([*miles_ci, "list", "--root", str(ROOT)], ROOT, args.repeat)
         times["miles-ci --help"] = best([*miles_ci, "--help"], ROOT, args.repeat)
-        times["import ci.declare"] = import_of_declarations(5)
+        times["import miles_ci.declare"] = import_of_declarations(5)
         times["ast.parse of every file"] = parse_all(tree)
         collected = args.pytest_files or args.files
         if collected != args.files:
@@ -194,7 +194,7 @@ def main() -> int:
         "miles-ci list, 400 files": 0.8,
         "miles-ci list, this repository": 0.8,
         "miles-ci --help": 0.2,
-        "import ci.declare": 0.005,
+        "import miles_ci.declare": 0.005,
     }
     warm = times["miles-ci plan, warm"][0]
     load = os.getloadavg()[0]

@@ -29,11 +29,11 @@ from types import SimpleNamespace
 import cpu_record
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "ci"))
 
-from ci.plan.durations import Observation, learn  # noqa: E402
-from ci.plan.shard import divide  # noqa: E402
-from ci.plan.slots import length, lower_bound  # noqa: E402
+from miles_ci.plan.durations import Observation, learn  # noqa: E402
+from miles_ci.plan.shard import divide  # noqa: E402
+from miles_ci.plan.slots import length, lower_bound  # noqa: E402
 
 TESTS, MEDIAN_S, SIGMA = 400, 60.0, 1.2
 SEEN_NOISE, RUN_NOISE = 0.2, 0.1

@@ -31,14 +31,14 @@ from pathlib import Path
 import cpu_record
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "ci"))
 
-from ci.plan.slots import lower_bound, schedule, start_key  # noqa: E402
-from ci.run import supervise  # noqa: E402
-from ci.run.devices import Device  # noqa: E402
-from ci.run.dispatch import dispatch  # noqa: E402
-from ci.run.slots import LeaseManager, Request  # noqa: E402
-from ci.run.supervise import Command  # noqa: E402
+from miles_ci.plan.slots import lower_bound, schedule, start_key  # noqa: E402
+from miles_ci.run import supervise  # noqa: E402
+from miles_ci.run.devices import Device  # noqa: E402
+from miles_ci.run.dispatch import dispatch  # noqa: E402
+from miles_ci.run.slots import LeaseManager, Request  # noqa: E402
+from miles_ci.run.supervise import Command  # noqa: E402
 
 WIDTH = 8
 WEIGHTS = {1: 4, 2: 3, 4: 2, 8: 1}

@@ -20,14 +20,14 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "ci"))
 
 from pydantic import ValidationError  # noqa: E402
 
-from ci.declare.reader import defines_tests, read_source  # noqa: E402
-from ci.fleet.load import read_fleet  # noqa: E402
-from ci.fleet.model import Fleet  # noqa: E402
-from ci.fleet.schema import schema_findings  # noqa: E402
+from miles_ci.declare.reader import defines_tests, read_source  # noqa: E402
+from miles_ci.fleet.load import read_fleet  # noqa: E402
+from miles_ci.fleet.model import Fleet  # noqa: E402
+from miles_ci.fleet.schema import schema_findings  # noqa: E402
 
 TODAY = date(2026, 11, 30)
 
@@ -66,7 +66,7 @@ retry:
 """
 
 SOURCE = """\
-from ci.declare import register_cuda_ci, register_ci_gate
+from miles_ci.declare import register_cuda_ci, register_ci_gate
 
 register_cuda_ci(
     est_time=60, suite="stage-b-gpu", hardware=["h200"], num_gpus=1, labels=["kernels"],

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ci.declare import register_cpu_ci
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=60, suite="stage-b-cpu")
 

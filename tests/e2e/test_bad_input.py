@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from ci.declare import register_cpu_ci
 from miles.data.tasks.copy_digits import CopyDigits
 from miles.data.tokenizer import build_char_tokenizer
 from miles.models.create import create_checkpoint
 from miles.observe.metrics_log import read_rows
 from miles.train import checkpoint
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=90, suite="stage-b-cpu")
 

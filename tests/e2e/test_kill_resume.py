@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 
-from ci.declare import register_cpu_ci
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=400, suite="stage-b-cpu", nightly=True, timeout=1800)
 

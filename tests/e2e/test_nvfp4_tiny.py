@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ci.declare import register_cpu_ci
 from miles.quant import contract
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=60, suite="stage-b-cpu")
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ci.declare import register_cuda_ci
+from miles_ci.declare import register_cuda_ci
 
 register_cuda_ci(est_time=900, suite="stage-c-8-gpu-h200", hardware=["h200"], num_gpus=8, labels=["megatron", "short"])
 

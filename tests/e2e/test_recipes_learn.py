@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ci.declare import register_cpu_ci
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=330, suite="stage-b-cpu", nightly=True, timeout=1800)
 

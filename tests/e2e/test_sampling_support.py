@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ci.declare import register_cpu_ci
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=25, suite="stage-b-cpu")
 

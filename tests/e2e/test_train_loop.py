@@ -14,7 +14,7 @@ import signal
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ci.declare import register_cpu_ci
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=150, suite="stage-b-cpu")
 

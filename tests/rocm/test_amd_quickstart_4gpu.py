@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ci.declare import register_rocm_ci
+from miles_ci.declare import register_rocm_ci
 
 register_rocm_ci(
     est_time=900, suite="stage-c-4-gpu-mi300x", hardware=["mi300x"], num_gpus=4, labels=["megatron", "short"]

@@ -13,11 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ci.report.analyse import analyse
-from ci.report.cards import Card, JobRow
-from ci.report.cards.html import page
-from ci.report.cards.model import default_analyses
-from ci.report.untrusted import read_shard
+from miles_ci.report.analyse import analyse
+from miles_ci.report.cards import Card, JobRow
+from miles_ci.report.cards.html import page
+from miles_ci.report.cards.model import default_analyses
+from miles_ci.report.untrusted import read_shard
 
 HERE = Path(__file__).parent
 RUN = "https://github.com/miles-rl/miles/actions/runs/19840211"

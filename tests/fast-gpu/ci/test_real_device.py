@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from ci.declare import register_cuda_ci
-from ci.run import health, probe_child
-from ci.run.devices import host_devices, inherited, occupancy
-from ci.run.slots import DEFAULT_FOLDER, LeaseManager, Request
+from miles_ci.declare import register_cuda_ci
+from miles_ci.run import health, probe_child
+from miles_ci.run.devices import host_devices, inherited, occupancy
+from miles_ci.run.slots import DEFAULT_FOLDER, LeaseManager, Request
 
 register_cuda_ci(est_time=30, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["ci"])
 
 ROOT = Path(__file__).resolve().parents[3]
 SUITE = "stage-b-1-gpu-h200"
 DECLARED = (
-    "from ci.declare import register_cuda_ci\n"
+    "from miles_ci.declare import register_cuda_ci\n"
     f"register_cuda_ci(est_time=20, suite='{SUITE}', hardware=['h200'], num_gpus=1, labels=['ci'])\n"
 )
 OCCUPANT = """
@@ -54,7 +54,18 @@ def nested_run(folder: Path, source: str, *words: str) -> tuple[int, str, dict]:
     env["MILES_CI_LOCK_DIR"] = str(folder / "locks")
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
     registry = ["--root", str(folder), "--registry", str(ROOT / "registry.yaml")]
-    command = [sys.executable, "-m", "ci", "run", "--suite", SUITE, "--results", str(folder / "out"), *registry, *words]
+    command = [
+        sys.executable,
+        "-m",
+        "miles_ci",
+        "run",
+        "--suite",
+        SUITE,
+        "--results",
+        str(folder / "out"),
+        *registry,
+        *words,
+    ]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     output = done.stdout + done.stderr
     (path,) = (folder / "out").glob("*/results.json")

@@ -1,4 +1,4 @@
-"""docs/dependencies.md against pyproject.toml: every package once in its section, with a reason."""
+"""docs/dependencies.md against both pyproject.toml: every package once in its section, with a reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ import tomllib
 
 from pages import ROOT, read_page
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+def wanted() -> dict[str, list[str]]:
+    """Section title -> requirements, of the project and of its harness."""
+    found: dict[str, list[str]] = {}
+    for path, prefix in (("pyproject.toml", ""), ("ci/pyproject.toml", "miles-ci")):
+        project = tomllib.loads((ROOT / path).read_text())["project"]
+        found[prefix or "Always"] = project["dependencies"]
+        for extra, requirements in project["optional-dependencies"].items():
+            found[f"{prefix}, extra {extra}" if prefix else extra] = requirements
+    return found
 
 
 def name_of(requirement: str) -> str:
@@ -20,7 +29,7 @@ def tables() -> dict[str, dict[str, str]]:
     section = ""
     for _, text in read_page(ROOT / "docs" / "dependencies.md").prose:
         if text.startswith("## "):
-            section = text.removeprefix("## ").replace("Extra ", "").strip("`")
+            section = text.removeprefix("## ").replace("Extra ", "").replace("`", "")
             found[section] = {}
         elif text.startswith("| ") and not text.startswith("| package"):
             name, reason = (cell.strip() for cell in text.strip("| ").split("|", 1))
@@ -30,10 +39,9 @@ def tables() -> dict[str, dict[str, str]]:
 
 
 def test_page_lists_exactly_the_projects_dependencies() -> None:
-    wanted = {"Always": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
     listed = tables()
-    assert sorted(listed) == sorted(wanted)
-    for section, requirements in wanted.items():
+    assert sorted(listed) == sorted(wanted())
+    for section, requirements in wanted().items():
         assert sorted(listed[section]) == sorted({name_of(text) for text in requirements}), section
 
 
@@ -44,8 +52,8 @@ def test_every_package_has_a_reason() -> None:
 
 def test_every_package_is_pinned_for_a_repeatable_environment() -> None:
     pinned = {line.partition("==")[0].strip().lower().replace("_", "-") for line in _constraints()}
-    wanted = [*PROJECT["dependencies"], *(r for rs in PROJECT["optional-dependencies"].values() for r in rs)]
-    missing = sorted({name_of(text) for text in wanted if name_of(text).lower().replace("_", "-") not in pinned})
+    named = [text for requirements in wanted().values() for text in requirements]
+    missing = sorted({name_of(text) for text in named if name_of(text).lower().replace("_", "-") not in pinned})
     assert missing == [], "add these to constraints.txt"
 
 

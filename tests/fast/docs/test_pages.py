@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from pages import ROOT, Page, all_pages, expand, read_page
 
-from ci.environment import VARIABLES as CI_VARIABLES
 from miles.config import ConfigError
 from miles.config.environment import VARIABLES
 from miles.recipe import load
+from miles_ci.environment import VARIABLES as CI_VARIABLES
 
 PAGES = {path.relative_to(ROOT).as_posix(): read_page(path) for path in all_pages()}
 TOP = {entry.name for entry in ROOT.iterdir() if not entry.name.startswith(".venv")} - {"runs", "results"}
@@ -117,7 +117,7 @@ def recipe_fault(given: dict[str, object]) -> str | None:
 
 
 def harness_fault(words: list[str]) -> str | None:
-    from ci.cli import COMMANDS
+    from miles_ci.cli import COMMANDS
 
     if not words or words[0].startswith("-"):
         return None
@@ -178,7 +178,7 @@ def check_python(page: Page) -> Iterator[str]:
             yield f"{page.place(fence.line)}: {error.msg}"
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("miles", "ci"):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("miles", "miles_ci"):
                 module = importlib.import_module(node.module)
                 for alias in node.names:
                     if not hasattr(module, alias.name):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ci.declare import register_cuda_ci
 from miles.algos.log_probs import vocab_parallel_scores
+from miles_ci.declare import register_cuda_ci
 
 register_cuda_ci(est_time=20, suite="stage-b-2-gpu-h200", hardware=["h200"], num_gpus=2, labels=["kernels"])
 

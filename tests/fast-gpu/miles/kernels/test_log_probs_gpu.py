@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ci.declare import register_cuda_ci
 from miles.algos.log_probs import vocab_parallel_scores
 from miles.kernels.log_probs import PolicyTerm, fused_policy_loss, scale_
 from miles.kernels.log_probs.reference import reference_fused_policy_loss
+from miles_ci.declare import register_cuda_ci
 
 register_cuda_ci(est_time=25, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
 

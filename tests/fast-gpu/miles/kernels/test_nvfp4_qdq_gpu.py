@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ci.declare import register_cuda_ci
 from miles.kernels.nvfp4_qdq import api, reference
 from miles.kernels.nvfp4_qdq.arithmetic import quick_inverse_scale
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
+from miles_ci.declare import register_cuda_ci
 
 register_cuda_ci(est_time=100, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ci.declare import register_cuda_ci
 from miles.kernels.mxfp4_to_fp8 import api as mxfp4_api
 from miles.kernels.mxfp4_to_fp8 import reference as mxfp4_reference
 from miles.kernels.nvfp4_qdq import api, reference
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
+from miles_ci.declare import register_cuda_ci
 
 register_cuda_ci(est_time=15, suite="stage-b-2-gpu-h200", hardware=["h200"], num_gpus=2, labels=["kernels"])
 

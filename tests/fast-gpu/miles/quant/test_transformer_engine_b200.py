@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ci.declare import register_cuda_ci
 from miles.kernels.formats import unpack_e2m1
 from miles.kernels.nvfp4_qdq import api, reference
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 from miles.quant import qat
+from miles_ci.declare import register_cuda_ci
 
 register_cuda_ci(est_time=120, suite="stage-c-4-gpu-b200", hardware=["b200"], num_gpus=1, labels=["kernels"])
 

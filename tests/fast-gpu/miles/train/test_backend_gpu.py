@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ci.declare import register_cuda_ci
+from miles_ci.declare import register_cuda_ci
 
 register_cuda_ci(est_time=35, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["megatron"])
 

@@ -11,7 +11,7 @@ import socket
 import pytest
 import torch
 
-from ci.declare import register_cuda_ci
+from miles_ci.declare import register_cuda_ci
 
 register_cuda_ci(est_time=40, suite="stage-b-2-gpu-h200", hardware=["h200"], num_gpus=2, labels=["megatron"])
 

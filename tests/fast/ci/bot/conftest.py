@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from ci.bot.github import Client
-from ci.cli import main
-from ci.fleet import Fleet
-from ci.workflows.generate import render
-from ci.workflows.model import parse_yaml
+from miles_ci.bot.github import Client
+from miles_ci.cli import main
+from miles_ci.fleet import Fleet
+from miles_ci.workflows.generate import render
+from miles_ci.workflows.model import parse_yaml
 from tests.fast.ci.bot.helpers.github_server import APP_ID, APP_TOKEN, BOT_ID, REPO, TOKEN, GitHub
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -81,7 +81,7 @@ def checkout(tmp_path: Path) -> Path:
     }
     for name, text in files.items():
         (root / "tests/fast/sample" / name).write_text(text)
-    gpu = "from ci.declare import register_cuda_ci\n\nregister_cuda_ci(est_time=60, suite='stage-b-1-gpu-h200', hardware=['h200'], num_gpus=1, labels=['kernels'])\n\n\ndef test_gpu():\n    assert True\n"
+    gpu = "from miles_ci.declare import register_cuda_ci\n\nregister_cuda_ci(est_time=60, suite='stage-b-1-gpu-h200', hardware=['h200'], num_gpus=1, labels=['kernels'])\n\n\ndef test_gpu():\n    assert True\n"
     (root / "tests/fast-gpu/test_kernel.py").write_text(gpu)
     return root
 
@@ -96,7 +96,7 @@ def declared_environment() -> dict[str, set[str]]:
     for text in render(Fleet.load(ROOT / "registry.yaml")).values():
         for body in parse_yaml(text)["jobs"].values():
             for step in body.get("steps") or []:
-                for name in re.findall(r"python -m ci bot ([a-z-]+)", step.get("run", "")):
+                for name in re.findall(r"python -m miles_ci bot ([a-z-]+)", step.get("run", "")):
                     names = set(step.get("env") or {})
                     found[name] = found[name] & names if name in found else names
     return found

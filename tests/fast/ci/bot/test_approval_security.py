@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ci.bot import access
-from ci.bot.approve import approve
-from ci.bot.deps import resolve_commits
-from ci.bot.github import Client
-from ci.bot.rerun.request import Request
-from ci.errors import UsageError
+from miles_ci.bot import access
+from miles_ci.bot.approve import approve
+from miles_ci.bot.deps import resolve_commits
+from miles_ci.bot.github import Client
+from miles_ci.bot.rerun.request import Request
+from miles_ci.errors import UsageError
 from tests.fast.ci.bot.conftest import HEAD, Job, comment_event
 from tests.fast.ci.bot.helpers.github_server import APP_ID, BOT_ID, REPO, GitHub, iso
 
@@ -275,7 +275,7 @@ def test_a_fork_that_needs_a_new_image_is_told_instead_of_getting_a_push(
     monkeypatch: pytest.MonkeyPatch, job: Job, hub: GitHub
 ) -> None:
     monkeypatch.setattr(
-        "ci.bot.oci.Registry.digest", lambda self, text: None if ":ci-" in text else "sha256:" + "a" * 64
+        "miles_ci.bot.oci.Registry.digest", lambda self, text: None if ":ci-" in text else "sha256:" + "a" * 64
     )
     event = {"pull_request": {"body": "", "head": {"repo": {"full_name": "paul/miles"}}}}
     assert job("resolve-deps", "--image", "cuda", event=event)[0] == 2

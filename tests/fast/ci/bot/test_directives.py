@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ci.bot.directives import Directives, Errors, Target, parse_directives, precedence
+from miles_ci.bot.directives import Directives, Errors, Target, parse_directives, precedence
 
 
 def ok(body: str | None) -> Directives:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ci.bot.grammar import COMMANDS
-from ci.bot.replies import _WHO
-from ci.cli import main
-from ci.fleet import Fleet
-from ci.workflows.generate import render
+from miles_ci.bot.grammar import COMMANDS
+from miles_ci.bot.replies import _WHO
+from miles_ci.cli import main
+from miles_ci.fleet import Fleet
+from miles_ci.workflows.generate import render
 from tests.fast.ci.bot.conftest import HEAD, ROOT, Job, comment_event
 from tests.fast.ci.bot.helpers.github_server import GitHub
 from tests.fast.ci.helpers.lean import LEAN_PYTEST
@@ -49,7 +49,7 @@ def execute(line: str, checkout: Path) -> None:
     if words[1] in ("run", "doctor"):  # processes and devices of their own
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **LEAN_PYTEST}
         code = subprocess.run(
-            [sys.executable, "-m", "ci", *words[1:]],
+            [sys.executable, "-m", "miles_ci", *words[1:]],
             cwd=checkout,
             env=env,
             capture_output=True,

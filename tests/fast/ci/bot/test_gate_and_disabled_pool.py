@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-from ci.bot.gate import RESULTS, judge, needs_of
-from ci.bot.github import Client
-from ci.bot.runs import read_run
-from ci.bot.status_card import collect, make_card
-from ci.cli import main
-from ci.fleet import Fleet
-from ci.report.cards import lark, pr_comment, summary
-from ci.workflows.generate import render
-from ci.workflows.model import Workflow
-from ci.workflows.simulate import Event, Outcome, local_resolver, simulate
+from miles_ci.bot.gate import RESULTS, judge, needs_of
+from miles_ci.bot.github import Client
+from miles_ci.bot.runs import read_run
+from miles_ci.bot.status_card import collect, make_card
+from miles_ci.cli import main
+from miles_ci.fleet import Fleet
+from miles_ci.report.cards import lark, pr_comment, summary
+from miles_ci.workflows.generate import render
+from miles_ci.workflows.model import Workflow
+from miles_ci.workflows.simulate import Event, Outcome, local_resolver, simulate
 from tests.fast.ci.bot.conftest import ROOT, Job
 from tests.fast.ci.bot.helpers.github_server import GitHub
 
@@ -82,7 +82,7 @@ def disable(checkout: Path, pool: str = "mi300x-4gpu") -> None:
     for model in ("mi300x", "mi355x"):
         for n in range(2):
             call = f"register_rocm_ci(est_time=60, suite='stage-c-4-gpu-{model}', hardware=['{model}'], labels=['megatron'])"
-            text = f"from ci.declare import register_rocm_ci\n\n{call}\n\n\ndef test_x():\n    assert True\n"
+            text = f"from miles_ci.declare import register_rocm_ci\n\n{call}\n\n\ndef test_x():\n    assert True\n"
             (checkout / f"tests/rocm/test_amd_{model}_{n}.py").write_text(text)
 
 

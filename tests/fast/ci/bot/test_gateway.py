@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ci.bot.marker import parse_marker
+from miles_ci.bot.marker import parse_marker
 from tests.fast.ci.bot.conftest import HEAD, Job, comment_event
 from tests.fast.ci.bot.helpers.github_server import APP_TOKEN, BOT_ID, Fault, GitHub, iso
 
@@ -165,7 +165,7 @@ def test_lint_starts_an_unprivileged_run_and_its_report_tells_how_to_apply(pull:
 
 
 def test_a_dispatch_that_never_becomes_a_run_is_said(pull: GitHub, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ci.bot.runs.FIND_LIMIT_S", 0.0)
+    monkeypatch.setattr("miles_ci.bot.runs.FIND_LIMIT_S", 0.0)
     pull.lose_dispatch = True
     assert "could not be started" in say(job, pull, "/rerun-test tests/fast/sample/test_good.py")[0]
 

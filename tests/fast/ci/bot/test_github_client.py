@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ci.bot.budget import BudgetExhausted
-from ci.bot.github import Client, GitHubError, clip
-from ci.bot.marker import Marker, ours
-from ci.bot.runs import artifact_files
-from ci.bot.transport import Reply, Transport
-from ci.errors import UsageError
+from miles_ci.bot.budget import BudgetExhausted
+from miles_ci.bot.github import Client, GitHubError, clip
+from miles_ci.bot.marker import Marker, ours
+from miles_ci.bot.runs import artifact_files
+from miles_ci.bot.transport import Reply, Transport
+from miles_ci.errors import UsageError
 from tests.fast.ci.bot.conftest import Clock
 from tests.fast.ci.bot.helpers.github_server import BOT_ID, REPO, TOKEN, Fault, GitHub
 

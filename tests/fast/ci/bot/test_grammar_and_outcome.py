@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from ci.bot.grammar import Command, Problem, parse_commands
-from ci.bot.marker import Marker, ours, parse_marker
-from ci.bot.outcome import RESULTS, verdict
+from miles_ci.bot.grammar import Command, Problem, parse_commands
+from miles_ci.bot.marker import Marker, ours, parse_marker
+from miles_ci.bot.outcome import RESULTS, verdict
 
 GOOD = "tests/fast/ci/bot/test_x.py"
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from ci.bot import access
-from ci.bot.directives import Directives, parse_directives
-from ci.bot.gateway import Gateway
-from ci.bot.github import Client
-from ci.bot.runs import read_run
-from ci.bot.status_card import make_card, pull_of
-from ci.fleet import Fleet
-from ci.report.cards import lark, pr_comment, summary
+from miles_ci.bot import access
+from miles_ci.bot.directives import Directives, parse_directives
+from miles_ci.bot.gateway import Gateway
+from miles_ci.bot.github import Client
+from miles_ci.bot.runs import read_run
+from miles_ci.bot.status_card import make_card, pull_of
+from miles_ci.fleet import Fleet
+from miles_ci.report.cards import lark, pr_comment, summary
 from tests.fast.ci.bot.conftest import HEAD, ROOT, Job, comment_event
 from tests.fast.ci.bot.helpers.github_server import APP_ID, BOT_ID, GitHub
 from tests.fast.ci.bot.test_approval_security import request_env
@@ -77,7 +77,7 @@ def test_no_string_in_a_title_branch_or_label_reaches_a_card_as_markup(hub: GitH
 
 
 def test_outputs_with_newlines_cannot_forge_other_outputs(tmp_path: Any) -> None:
-    from ci.bot.actions_io import write_outputs
+    from miles_ci.bot.actions_io import write_outputs
 
     path = tmp_path / "out"
     write_outputs({"a": "x\nauthorised=true\n", "b": "fine"}, {"GITHUB_OUTPUT": str(path)})
@@ -89,7 +89,7 @@ def test_outputs_with_newlines_cannot_forge_other_outputs(tmp_path: Any) -> None
 
 @pytest.fixture
 def images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ci.bot.oci.Registry.digest", lambda self, text: "sha256:" + "ab" * 32)
+    monkeypatch.setattr("miles_ci.bot.oci.Registry.digest", lambda self, text: "sha256:" + "ab" * 32)
 
 
 def test_a_file_registered_in_two_suites_runs_in_both_and_suite_narrows(
@@ -97,7 +97,7 @@ def test_a_file_registered_in_two_suites_runs_in_both_and_suite_narrows(
 ) -> None:
     hub.pull(5, author="maria", sha=HEAD)
     hub.user("maria", "write")
-    calls = "from ci.declare import register_cpu_ci, register_cuda_ci\n\nregister_cpu_ci(est_time=5, suite='stage-b-cpu')\nregister_cuda_ci(est_time=60, suite='stage-b-1-gpu-h200', hardware=['h200'], labels=['kernels'])\n\n\ndef test_x():\n    assert True\n"
+    calls = "from miles_ci.declare import register_cpu_ci, register_cuda_ci\n\nregister_cpu_ci(est_time=5, suite='stage-b-cpu')\nregister_cuda_ci(est_time=60, suite='stage-b-1-gpu-h200', hardware=['h200'], labels=['kernels'])\n\n\ndef test_x():\n    assert True\n"
     (checkout / "tests/e2e").mkdir()
     (checkout / "tests/e2e/test_both.py").write_text(calls)
     env = request_env(
@@ -130,7 +130,7 @@ def test_a_faulty_declaration_is_the_answer_of_the_rerun(
     hub.pull(5, author="maria", sha=HEAD)
     (checkout / "tests/e2e").mkdir()
     (checkout / "tests/e2e/test_faulty.py").write_text(
-        f"from ci.declare import register_cpu_ci\n\n{text}\n\n\ndef test_x():\n    assert True\n"
+        f"from miles_ci.declare import register_cpu_ci\n\n{text}\n\n\ndef test_x():\n    assert True\n"
     )
     assert job("resolve", "--root", ".", **request_env(TEST_FILE="tests/e2e/test_faulty.py", GITHUB_RUN_ID="1"))[0] == 2
     assert message in capsys.readouterr().err
@@ -158,5 +158,5 @@ def test_resolve_image_refuses_a_tag_that_does_not_exist(
 ) -> None:
     _, outputs = job("resolve-image", "--reference", "ghcr.io/miles-rl/miles:ci-0123456789abcdef")
     assert outputs["image"] == "ghcr.io/miles-rl/miles@sha256:" + "ab" * 32
-    monkeypatch.setattr("ci.bot.oci.Registry.digest", lambda self, text: None)
+    monkeypatch.setattr("miles_ci.bot.oci.Registry.digest", lambda self, text: None)
     assert job("resolve-image", "--reference", "ghcr.io/miles-rl/miles:gone")[0] == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ci.workflows import node_tools
+from miles_ci.workflows import node_tools
 from tests.fast.ci.bot.helpers import openapi
 
 

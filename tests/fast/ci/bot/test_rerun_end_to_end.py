@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 
-from ci.bot.github import Client
-from ci.bot.marker import Marker, parse_marker
-from ci.bot.outcome import Verdict
-from ci.bot.rerun.comment import Row, final_body
-from ci.bot.rerun.report import collect, report
-from ci.bot.rerun.request import Request
-from ci.fleet import Fleet
-from ci.workflows.generate import render
-from ci.workflows.model import Workflow
-from ci.workflows.simulate import Event, Outcome, local_resolver, simulate
+from miles_ci.bot.github import Client
+from miles_ci.bot.marker import Marker, parse_marker
+from miles_ci.bot.outcome import Verdict
+from miles_ci.bot.rerun.comment import Row, final_body
+from miles_ci.bot.rerun.report import collect, report
+from miles_ci.bot.rerun.request import Request
+from miles_ci.fleet import Fleet
+from miles_ci.workflows.generate import render
+from miles_ci.workflows.model import Workflow
+from miles_ci.workflows.simulate import Event, Outcome, local_resolver, simulate
 from tests.fast.ci.bot.conftest import HEAD, ROOT, Job, comment_event
 from tests.fast.ci.bot.helpers.github_server import BOT_ID, Fault, GitHub
 from tests.fast.ci.helpers.lean import LEAN_PYTEST
@@ -80,7 +80,18 @@ class Rerun:
         """The reusable workflow's own command, really executed."""
         target = self.inputs["test_file"] + (f"::{self.inputs['node']}" if self.inputs["node"] else "")
         if (suite, target) not in _EXECUTED:
-            command = [sys.executable, "-m", "ci", "run", "--suite", suite, "--file", target, "--results", "results"]
+            command = [
+                sys.executable,
+                "-m",
+                "miles_ci",
+                "run",
+                "--suite",
+                suite,
+                "--file",
+                target,
+                "--results",
+                "results",
+            ]
             env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **LEAN_PYTEST}
             done = subprocess.run(
                 command, cwd=self.checkout, env=env, capture_output=True, text=True, timeout=100, check=False

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ci.bot.github import Client
-from ci.bot.marker import Marker, parse_marker
-from ci.bot.runs import read_run
-from ci.bot.status_card import make_card, merge_sections, write_comment
+from miles_ci.bot.github import Client
+from miles_ci.bot.marker import Marker, parse_marker
+from miles_ci.bot.runs import read_run
+from miles_ci.bot.status_card import make_card, merge_sections, write_comment
 from tests.fast.ci.bot.conftest import HEAD, Job
 from tests.fast.ci.bot.helpers.github_server import BOT_ID, GitHub
 
@@ -201,8 +201,8 @@ def test_a_nightly_run_sends_the_lark_card_and_no_comment(
 def test_a_missing_or_dead_webhook_changes_no_verdict_and_shows_no_secret(
     pull: GitHub, job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ci.report.cards.lark.DELAYS_S", (0.0, 0.0, 0.0, 0.0))
-    monkeypatch.setattr("ci.report.cards.lark.random.uniform", lambda a, b: 0.0)
+    monkeypatch.setattr("miles_ci.report.cards.lark.DELAYS_S", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr("miles_ci.report.cards.lark.random.uniform", lambda a, b: 0.0)
     run = finished(pull, "nightly.yml", event="schedule")
     assert job("card", event={"workflow_run": {"id": run["id"]}})[0] == 0
     assert "::warning::Lark: secret LARK_WEBHOOK_SECRET is not set" in capsys.readouterr().out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ci import cli
+from miles_ci import cli
 from tests.fast.ci.helpers.trees import PLAIN, cpu, cuda, write_tree
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ci.declare import register_cpu_ci
+from miles_ci.declare import register_cpu_ci
 from tests.fast.ci.helpers.lean import LEAN_PYTEST
 from tests.fast.ci.helpers.trees import REPOSITORY
 
@@ -55,14 +55,18 @@ class Project:
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:
         ours = ("MILES_CI_", "PYTEST_", "GITHUB_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        env |= {**LEAN_PYTEST, "PYTHONPATH": str(self.blocked), "MILES_CI_LOCK_DIR": str(self.root.parent / "locks")}
+        env |= {
+            **LEAN_PYTEST,
+            "PYTHONPATH": f"{self.blocked}:{self.root / 'ci'}",
+            "MILES_CI_LOCK_DIR": str(self.root.parent / "locks"),
+        }
         return subprocess.run(
             [sys.executable, *words], cwd=self.root, env=env, capture_output=True, text=True, timeout=100, check=False
         )
 
     def shell(self, line: str) -> subprocess.CompletedProcess[str]:
         program, *words = shlex.split(line)
-        return self.call("-m", "ci", *words) if program == "miles-ci" else self.call(*words)
+        return self.call("-m", "miles_ci", *words) if program == "miles-ci" else self.call(*words)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +98,8 @@ def test_every_command_of_the_page_works_in_another_project(project) -> None:
 
 
 def test_without_pools_there_is_nothing_to_simulate_and_it_is_said(project, tmp_path) -> None:
-    (tmp_path / "registry.yaml").write_bytes((project.root / "ci/fleet/first_registry.yaml").read_bytes())
-    done = project.call("-m", "ci", "simulate", "--root", str(tmp_path), "--hours", "2", "--seeds", "1")
+    (tmp_path / "registry.yaml").write_bytes((project.root / "ci/miles_ci/fleet/first_registry.yaml").read_bytes())
+    done = project.call("-m", "miles_ci", "simulate", "--root", str(tmp_path), "--hours", "2", "--seeds", "1")
     assert "the registry has no pools, so nothing waits" in done.stdout
 
 
@@ -119,7 +123,9 @@ def test_without_the_image_of_the_page_generate_says_what_to_add_and_so_does_ini
 
 
 def test_the_copy_of_the_harness_ran_and_not_ours(project) -> None:
-    assert project.call("-c", "import ci; print(ci.__file__)").stdout.strip() == str(project.root / "ci/__init__.py")
+    assert project.call("-c", "import miles_ci; print(miles_ci.__file__)").stdout.strip() == str(
+        project.root / "ci/miles_ci/__init__.py"
+    )
     assert "has no miles" in project.call("-c", "import miles").stderr
 
 

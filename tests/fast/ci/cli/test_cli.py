@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ci import cli
-from ci.commands.output import plain_table, seconds
-from ci.environment import VARIABLES, read, refuse_unknown
-from ci.errors import ExitCode, UsageError, combine_exit_codes, edit_distance, nearest, suggestion
-from ci.plan.model import Plan
+from miles_ci import cli
+from miles_ci.commands.output import plain_table, seconds
+from miles_ci.environment import VARIABLES, read, refuse_unknown
+from miles_ci.errors import ExitCode, UsageError, combine_exit_codes, edit_distance, nearest, suggestion
+from miles_ci.plan.model import Plan
 from tests.fast.ci.helpers.trees import REPOSITORY
 
 TABLES = ["list", "plan", "explain", "simulate", "tune", "doctor", "lint"]
@@ -140,12 +140,12 @@ def test_tune_learns_from_results_and_rewrites_sources(run, tree: Path) -> None:
         (tree / f"results-{index}.json").write_text(json.dumps({"schema": 1, "run": info, "tests": [test]}))
     code, out, _ = run("tune", "--results", *(str(tree / f"results-{index}.json") for index in range(3)))
     assert code == 0
-    assert "ci/durations.json: 1 entries" in out
+    assert "tests/durations.json: 1 entries" in out
     # Folders do as well; with --format json stdout is one document, also beside a report.
     (tree / "artifact").mkdir()
     (tree / "results-0.json").rename(tree / "artifact/results.json")
     _, out, _ = run("tune", "--results", str(tree / "artifact"), "--format", "json")
-    assert json.loads(out) == {"table": "ci/durations.json", "entries": 1, "observed": 1}
+    assert json.loads(out) == {"table": "tests/durations.json", "entries": 1, "observed": 1}
     _, out, err = run("tune", "--results", str(tree / "artifact"), "--report", "--format", "json")
     assert json.loads(out)["observed"] == 1
     assert "1 entries" in err
@@ -268,7 +268,7 @@ def test_every_command_of_the_table_has_a_module_with_help(capsys: pytest.Captur
 
 
 def test_help_imports_neither_pydantic_nor_yaml_and_answers_at_once() -> None:
-    code = "import sys, ci.cli; ci.cli.main(['--help']); print(sorted({'pydantic', 'yaml', 'rich', 'argparse'} & set(sys.modules)), file=sys.stderr)"
+    code = "import sys, miles_ci.cli; miles_ci.cli.main(['--help']); print(sorted({'pydantic', 'yaml', 'rich', 'argparse'} & set(sys.modules)), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "['argparse']"
 
@@ -340,7 +340,7 @@ def test_tables_and_durations_read_well() -> None:
 
 
 def test_every_variable_and_every_reason_code_is_documented() -> None:
-    from ci.select.selection import REASONS
+    from miles_ci.select.selection import REASONS
 
     page = (REPOSITORY / "docs/ci/registry.md").read_text(encoding="utf-8")
     for name, meaning in VARIABLES.items():
@@ -353,7 +353,18 @@ def test_the_plan_of_a_tree_has_the_same_digest_under_every_hash_seed(tree: Path
     digests = set()
     for seed in ("0", "1", "2", "3", "random"):
         environ = {**os.environ, "PYTHONHASHSEED": seed, "MILES_CI_CACHE_DIR": str(tree / f"cache-{seed}")}
-        command = [sys.executable, "-m", "ci", "plan", "--cadence", "weekly", "--root", str(tree), "--format", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "miles_ci",
+            "plan",
+            "--cadence",
+            "weekly",
+            "--root",
+            str(tree),
+            "--format",
+            "json",
+        ]
         done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, check=True)
         digests.add(json.loads(done.stdout)["digest"])
     assert len(digests) == 1

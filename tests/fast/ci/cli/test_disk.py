@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ci.errors import ExitCode
+from miles_ci.errors import ExitCode
 from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY
 
 
@@ -56,7 +56,7 @@ def test_a_reader_that_goes_away_is_neither_a_traceback_nor_a_success(tree: Path
     os.close(read)
     place = [] if words == ["--help"] else ["--root", str(tree)]
     done = subprocess.run(
-        [sys.executable, "-m", "ci", *words, *place], cwd=REPOSITORY, stdout=write, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "miles_ci", *words, *place], cwd=REPOSITORY, stdout=write, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "MILES_CI_CACHE_DIR": str(tree / "cache")}, check=False,
     )  # fmt: skip
     os.close(write)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ci.errors import ExitCode
-from ci.files import write_output
+from miles_ci.errors import ExitCode
+from miles_ci.files import write_output
 from tests.fast.ci.helpers.trees import REPOSITORY
 
 MERGED = REPOSITORY / "docs/ci/cards/example-merged.json"
@@ -34,7 +34,7 @@ def call(run, tree: Path, words: list[str]) -> tuple[int, str, str]:
     """`results` has no --root and no --today."""
     if words[0] == "plan":
         return run(*words)
-    done = subprocess.run([sys.executable, "-m", "ci", *words], cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "miles_ci", *words], cwd=REPOSITORY, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -80,7 +80,9 @@ def test_a_report_is_written_by_the_same_rules(tree: Path) -> None:
     (tree / "link.md").symlink_to("card.md")
     for out, expected in ((tree / "link.md", 1), (tree / "new/card.md", 2)):
         words = ["report", str(MERGED), "--form", "pr", "--out", str(out)]
-        done = subprocess.run([sys.executable, "-m", "ci", *words], cwd=REPOSITORY, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "miles_ci", *words], cwd=REPOSITORY, capture_output=True, text=True
+        )
         assert done.returncode == expected, done.stderr
     assert (tree / "link.md").is_symlink()
     assert (tree / "card.md").is_file()
@@ -96,7 +98,7 @@ def test_our_own_output_under_another_name_keeps_both_texts(tree: Path) -> None:
     """`miles-ci plan --out FILE > FILE`, which is what `--out /dev/stdout > FILE` comes to."""
     path = tree / "both"
     with path.open("wb") as stream:
-        words = [sys.executable, "-m", "ci", "plan", "--root", str(tree), "--out", str(path)]
+        words = [sys.executable, "-m", "miles_ci", "plan", "--root", str(tree), "--out", str(path)]
         subprocess.run(words, cwd=REPOSITORY, stdout=stream, check=True)
     first, rest = path.read_text().split("\n", 1)
     assert json.loads(first)["digest"]
@@ -128,7 +130,7 @@ def test_a_link_in_a_circle_is_an_error_and_no_endless_search(tree: Path) -> Non
 def test_a_mistyped_history_is_no_such_store_and_none_is_made(tree: Path, words: list[str]) -> None:
     place = [str(tree)] if words[0] == "results" else ["--root", str(tree)]
     for address in (f"{tree}/foo", f"sqlite:{tree}/nope/x.db"):
-        line = [sys.executable, "-m", "ci", *words, *place, "--history", address]
+        line = [sys.executable, "-m", "miles_ci", *words, *place, "--history", address]
         done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True)
         assert (done.returncode, "no such store" in done.stderr) == (2, True), done.stderr
     assert [path.name for path in (tree / "foo", tree / "nope") if path.exists()] == []
@@ -137,7 +139,7 @@ def test_a_mistyped_history_is_no_such_store_and_none_is_made(tree: Path, words:
 def test_files_are_named_from_here_or_from_the_root_and_the_shard_that_holds_one_is_told(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ci import cli
+    from miles_ci import cli
 
     (tree / "tests/fast/test_b.py").write_text("def test_b():\n    assert True\n")
     monkeypatch.chdir(tree / "tests/fast")
@@ -157,7 +159,7 @@ def test_files_are_named_from_here_or_from_the_root_and_the_shard_that_holds_one
 def test_an_output_that_takes_no_more_is_named_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ci import cli
+    from miles_ci import cli
 
     class Full(io.StringIO):
         def flush(self) -> None:

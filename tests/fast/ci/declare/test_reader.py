@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ci.declare import scan
-from ci.declare.model import Declaration, Exemption
-from ci.declare.reader import read_source
+from miles_ci.declare import scan
+from miles_ci.declare.model import Declaration, Exemption
+from miles_ci.declare.reader import read_source
 
-IMPORTS = "from ci.declare import register_cpu_ci, register_cuda_ci, register_rocm_ci, register_ci_gate\n"
+IMPORTS = "from miles_ci.declare import register_cpu_ci, register_cuda_ci, register_rocm_ci, register_ci_gate\n"
 GPU = '"stage-b-1-gpu-h200", hardware=["h200"], labels=["kernels"]'
 EXEMPT = '{"reason": "fails on the new driver", "issue": "#12", "until": "2026-12-24"}'
 
@@ -155,13 +155,13 @@ def test_what_is_no_literal_is_refused_and_named(source: str, named: str) -> Non
         ("print(register_cpu_ci(3, 's'))", "nested-call", "inside another expression"),
         ("f = lambda: register_cpu_ci(3, 's')", "nested-call", "inside a lambda"),
         (
-            "import ci.declare\nci.declare.register_cpu_ci(3, 's')",
+            "import miles_ci.declare\nci.declare.register_cpu_ci(3, 's')",
             "attribute-call",
             "attribute call of register_cpu_ci",
         ),
-        ("from ci.declare import register_cpu_ci as r\nr(3, 's')", "aliased-import", "`register_cpu_ci as r`"),
-        ("from ci.declare import *", "star-import", "import *"),
-        ("def f():\n    from ci.declare import register_cpu_ci", "nested-import", "inside function `f`"),
+        ("from miles_ci.declare import register_cpu_ci as r\nr(3, 's')", "aliased-import", "`register_cpu_ci as r`"),
+        ("from miles_ci.declare import *", "star-import", "import *"),
+        ("def f():\n    from miles_ci.declare import register_cpu_ci", "nested-import", "inside function `f`"),
         ("def register_cpu_ci(a, b):\n    pass", "shadowed", "defined here"),
         ("again = register_cpu_ci\nagain(1, 's')", "hidden-use", "read without being called"),
         ("[f(1, 's') for f in [register_cpu_ci]]", "hidden-use", "read without being called"),
@@ -170,9 +170,9 @@ def test_what_is_no_literal_is_refused_and_named(source: str, named: str) -> Non
         ("def f(call=register_cpu_ci):\n    call(1, 's')", "hidden-use", "read without being called"),
         ("@register_cpu_ci\ndef f():\n    pass", "hidden-use", "read without being called"),
         ("register_cpu_ci = print", "hidden-use", "bound to something else"),
-        ("import ci.declare as d\nagain = d.register_cpu_ci", "hidden-use", "read as an attribute"),
+        ("import miles_ci.declare as d\nagain = d.register_cpu_ci", "hidden-use", "read as an attribute"),
         ("d.register_cpu_ci = print", "hidden-use", "replaced"),
-        ("getattr(ci.declare, 'register_cpu_ci')(1, 's')", "hidden-use", "looked up by its name"),
+        ("getattr(miles_ci.declare, 'register_cpu_ci')(1, 's')", "hidden-use", "looked up by its name"),
         ("operator.attrgetter('register_cpu_ci')(d)(1, 's')", "hidden-use", "looked up by its name"),
         ("globals()['register_cpu_ci'](1, 's')", "hidden-use", "looked up by its name"),
         ("vars(d).get('register_cpu_ci')(1, 's')", "hidden-use", "looked up by its name"),
@@ -256,8 +256,8 @@ def test_the_digest_of_a_gate_changes_with_its_bounds_and_not_with_its_line() ->
 @pytest.mark.parametrize(
     ("data", "code", "place"),
     [
-        (b"from ci.declare import register_cpu_ci\nx = '\xff'\n", "not-utf8", (2, 6)),
-        (b"from ci.declare import register_cpu_ci\ndef f(:\n", "syntax-error", (2, 7)),
+        (b"from miles_ci.declare import register_cpu_ci\nx = '\xff'\n", "not-utf8", (2, 6)),
+        (b"from miles_ci.declare import register_cpu_ci\ndef f(:\n", "syntax-error", (2, 7)),
         (b"register_cpu_ci\0", "syntax-error", (1, 1)),
         (b"register_cpu_ci" + b"(" * 5000, "syntax-error", (1, 1)),
     ],
@@ -272,7 +272,7 @@ def test_an_unreadable_file_is_one_error(data: bytes, code: str, place: tuple[in
 @pytest.mark.parametrize("newline", [b"\r\n", b"\n"])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_byte_order_mark_and_line_ends_do_not_matter(newline: bytes, mark: bytes) -> None:
-    data = mark + newline.join([b"from ci.declare import register_cpu_ci", b'register_cpu_ci(3, "s")', b""])
+    data = mark + newline.join([b"from miles_ci.declare import register_cpu_ci", b'register_cpu_ci(3, "s")', b""])
     found = read_source("tests/e2e/test_x.py", data)
     assert found.errors == ()
     assert (found.declarations[0].line, found.declarations[0].column) == (2, 1)
@@ -280,20 +280,20 @@ def test_byte_order_mark_and_line_ends_do_not_matter(newline: bytes, mark: bytes
 
 def test_the_declaration_module_imports_fast_and_needs_only_the_standard_library() -> None:
     code = (
-        "import sys; before = set(sys.modules); import ci.declare; "
+        "import sys; before = set(sys.modules); import miles_ci.declare; "
         "print(sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
     )
-    root = Path(__file__).resolve().parents[4]
+    root = Path(__file__).resolve().parents[4] / "ci"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['__future__', 'ci']"
+    assert done.stdout.strip() == "['__future__', 'miles_ci']"
 
 
 def test_the_registration_functions_do_nothing() -> None:
-    import ci.declare
+    import miles_ci.declare
 
     for name in ("register_cpu_ci", "register_cuda_ci", "register_rocm_ci", "register_ci_gate"):
         required = ("kl",) if name == "register_ci_gate" else (3, "any")
-        assert getattr(ci.declare, name)(*required) is None
+        assert getattr(miles_ci.declare, name)(*required) is None
 
 
 def test_scan_of_a_missing_tree_is_empty(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ci.declare import syntax
-from ci.lint import lint
+from miles_ci.declare import syntax
+from miles_ci.lint import lint
 from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, cpu, workspace, write_tree
 
 
@@ -33,7 +33,7 @@ def test_a_file_that_does_not_compile_is_an_error_with_its_place(tmp_path, sourc
 
 
 def test_a_faulty_declaration_is_not_reported_twice(tmp_path: Path) -> None:
-    write_tree(tmp_path, {"tests/e2e/test_bad.py": "from ci.declare import register_cpu_ci\nregister_cpu_ci(\n"})
+    write_tree(tmp_path, {"tests/e2e/test_bad.py": "from miles_ci.declare import register_cpu_ci\nregister_cpu_ci(\n"})
     assert [item.code for item in lint(workspace(tmp_path)).errors if item.path.startswith("tests/")] == [
         "syntax-error"
     ]
@@ -72,7 +72,7 @@ def test_a_file_too_large_to_compile_is_a_warning(tmp_path: Path) -> None:
 
 def test_the_command_ends_with_2(tmp_path: Path) -> None:
     write_tree(tmp_path, {"tests/fast/test_bad.py": "def test_a(:\n"})
-    command = [sys.executable, "-m", "ci", "lint", "--root", str(tmp_path), "--write-schema"]
+    command = [sys.executable, "-m", "miles_ci", "lint", "--root", str(tmp_path), "--write-schema"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "tests/fast/test_bad.py:1:12: error[syntax-error] the file does not compile: invalid syntax" in done.stdout

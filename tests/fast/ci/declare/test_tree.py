@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ci.declare.cache import FILE_NAME
-from ci.declare.tree import scan_tree
+from miles_ci.declare.cache import FILE_NAME
+from miles_ci.declare.tree import scan_tree
 from tests.fast.ci.helpers.trees import PLAIN, cpu, cuda, write_tree
 
 
@@ -123,7 +123,7 @@ def test_one_broken_file_changes_nothing_for_the_others(tmp_path: Path) -> None:
 
 
 def test_the_cache_gives_the_same_scan_and_follows_changes(tmp_path: Path) -> None:
-    gate = 'from ci.declare import register_ci_gate\nregister_ci_gate("kl", rel_up=1, rel_down=1, steps=[1, 2])\n'
+    gate = 'from miles_ci.declare import register_ci_gate\nregister_ci_gate("kl", rel_up=1, rel_down=1, steps=[1, 2])\n'
     unstable = '{"reason": "a reason of length", "issue": "#1", "until": "2026-12-24"}'
     write_tree(
         tmp_path,

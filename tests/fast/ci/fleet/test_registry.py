@@ -6,10 +6,10 @@ from datetime import date
 
 import pytest
 
-from ci.errors import ConfigErrors, UsageError
-from ci.fleet import Fleet
-from ci.fleet.load import read_fleet
-from ci.fleet.schema import SCHEMA_PATH, schema_findings, schema_text
+from miles_ci.errors import ConfigErrors, UsageError
+from miles_ci.fleet import Fleet
+from miles_ci.fleet.load import read_fleet
+from miles_ci.fleet.schema import SCHEMA_PATH, schema_findings, schema_text
 from tests.fast.ci.helpers.trees import REPOSITORY, TODAY
 
 SOURCE = (REPOSITORY / "registry.yaml").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
-from ci.workspace import Workspace
+from miles_ci.workspace import Workspace
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 TODAY = date(2026, 11, 30)
@@ -38,7 +38,7 @@ def cuda(suite: str = "stage-b-1-gpu-h200", hardware: str = "h200", **fields: ob
     values = {"est_time": "60", "labels": '["kernels"]', **fields}
     given = ", ".join(f"{name}={value}" for name, value in values.items())
     return (
-        "from ci.declare import register_cuda_ci\n"
+        "from miles_ci.declare import register_cuda_ci\n"
         f'register_cuda_ci(suite="{suite}", hardware=["{hardware}"], {given})\n'
         "def test_it():\n    assert True\n"
     )
@@ -48,7 +48,7 @@ def cpu(suite: str = "stage-b-cpu", **fields: object) -> str:
     values = {"est_time": "30", **fields}
     given = ", ".join(f"{name}={value}" for name, value in values.items())
     return (
-        "from ci.declare import register_cpu_ci\n"
+        "from miles_ci.declare import register_cpu_ci\n"
         f'register_cpu_ci(suite="{suite}", {given})\n'
         "def test_it():\n    assert True\n"
     )

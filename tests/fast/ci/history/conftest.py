@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ci.history.store import HistoryStore, open_store
+from miles_ci.history.store import HistoryStore, open_store
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ci.history.flaky import BROKEN, FLAKY, RECOVERED, STABLE, Assessment, assess, issue_body, issue_title
+from miles_ci.history.flaky import BROKEN, FLAKY, RECOVERED, STABLE, Assessment, assess, issue_body, issue_title
 
 
 def state(outcome: str, reruns: list[str], *past: str) -> str:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci.history import gate
-from ci.history.errors import GateError
-from ci.history.gate import ERROR, FAIL, INACTIVE, PASS, Point, Writer
-from ci.history.records import CANDIDATE, TRUSTED, MetricIdentity
-from ci.history.sqlite import SqliteStore
+from miles_ci.history import gate
+from miles_ci.history.errors import GateError
+from miles_ci.history.gate import ERROR, FAIL, INACTIVE, PASS, Point, Writer
+from miles_ci.history.records import CANDIDATE, TRUSTED, MetricIdentity
+from miles_ci.history.sqlite import SqliteStore
 
 
 @dataclass(frozen=True)

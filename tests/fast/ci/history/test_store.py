@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from ci.history.errors import StoreError
-from ci.history.records import CANDIDATE, TRUSTED, DurationRow, MetricIdentity, MetricValue
-from ci.history.store import open_store
+from miles_ci.history.errors import StoreError
+from miles_ci.history.records import CANDIDATE, TRUSTED, DurationRow, MetricIdentity, MetricValue
+from miles_ci.history.store import open_store
 
 pytestmark = pytest.mark.xdist_group("postgres")
 
@@ -146,7 +146,7 @@ def test_creating_one_sqlite_file_at_once_never_collides(tmp_path):
 
 
 def test_full_disk_is_an_error_that_says_so_and_leaves_the_store_usable(tmp_path):
-    from ci.history.sqlite import SqliteStore
+    from miles_ci.history.sqlite import SqliteStore
 
     store = SqliteStore(tmp_path / "h.db")
     (pages,) = store._execute("PRAGMA page_count").fetchone()
@@ -189,7 +189,7 @@ def test_addresses_choose_the_store(tmp_path):
 
 
 def test_who_only_reads_makes_no_store(tmp_path):
-    from ci.history.errors import NoSuchStore
+    from miles_ci.history.errors import NoSuchStore
 
     (tmp_path / "empty.db").touch()
     for address in (f"sqlite:{tmp_path}/a.db", f"sqlite:{tmp_path}/no/b.db", f"{tmp_path}/empty.db", str(tmp_path)):
@@ -202,7 +202,7 @@ def test_who_only_reads_makes_no_store(tmp_path):
 
 
 def test_sqlite_runs_in_wal_mode_and_a_locked_file_is_an_error_after_the_timeout(tmp_path):
-    from ci.history.sqlite import SqliteStore
+    from miles_ci.history.sqlite import SqliteStore
 
     store = SqliteStore(tmp_path / "h.db", busy_timeout_s=0.1)
     blocker = sqlite3.connect(tmp_path / "h.db", isolation_level=None)

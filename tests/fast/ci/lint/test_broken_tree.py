@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ci.lint import lint
-from ci.plan.build import build_plan
-from ci.plan.durations import Durations
-from ci.select.policy import Policy
-from ci.select.selection import select
+from miles_ci.lint import lint
+from miles_ci.plan.build import build_plan
+from miles_ci.plan.durations import Durations
+from miles_ci.select.policy import Policy
+from miles_ci.select.selection import select
 from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, cpu, cuda, workspace, write_tree
 
 LATE = '{"reason": "a reason of length", "issue": "#1", "until": "2027-06-01"}'
@@ -41,10 +41,10 @@ PLANTED: dict[str, tuple[str | bytes, str, str, str]] = {
     "tests/e2e/test_18.py": (cpu() + 'register_cpu_ci(3, "stage-b-cpu")\n', "register_cpu_ci(3,", "duplicate-registration", "first in line 2"),
     "tests/e2e/test_19.py": (cpu() + "if True:\n    register_cpu_ci(4, 's')\n", "register_cpu_ci(4", "nested-call", "inside `if`"),
     "tests/e2e/test_20.py": (PLAIN, "def", "not-declared", "declares no suite"),
-    "tests/e2e/test_21.py": (b"from ci.declare import register_cpu_ci  # \xe9\n", "\xe9", "not-utf8", "0xe9"),
-    "tests/e2e/test_22.py": ("from ci.declare import register_cpu_ci\nregister_cpu_ci(\n", "(\n", "syntax-error", "does not parse"),
+    "tests/e2e/test_21.py": (b"from miles_ci.declare import register_cpu_ci  # \xe9\n", "\xe9", "not-utf8", "0xe9"),
+    "tests/e2e/test_22.py": ("from miles_ci.declare import register_cpu_ci\nregister_cpu_ci(\n", "(\n", "syntax-error", "does not parse"),
     "tests/e2e/more_tests.py": (PLAIN, "def", "misplaced-test", "test_it would never run"),
-    "tests/e2e/test_24.py": ("from ci.declare import register_cpu_ci as r\nr(3, 's')\n", "register_cpu_ci as", "aliased-import", "`register_cpu_ci as r`"),
+    "tests/e2e/test_24.py": ("from miles_ci.declare import register_cpu_ci as r\nr(3, 's')\n", "register_cpu_ci as", "aliased-import", "`register_cpu_ci as r`"),
     "tests/e2e/test_25.py": (cpu(timeout="5000"), "5000", "out-of-range", "exceeds test_timeout_s 1800"),
 }  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_sound_tests_of_every_suite_still_plan_and_each_faulty_file_is_one_faile
 
 
 def miles_ci(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ci", *arguments, "--root", str(root), "--today", "2026-11-30"]
+    command = [sys.executable, "-m", "miles_ci", *arguments, "--root", str(root), "--today", "2026-11-30"]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
@@ -131,7 +131,7 @@ def test_errors_of_the_registry_and_of_the_tests_come_in_the_same_report(broken:
 
 
 def test_schema_drift_and_a_corrupt_duration_table_are_errors(tmp_path: Path) -> None:
-    write_tree(tmp_path, {**SOUND, "docs/reference/registry.schema.json": "{}", "ci/durations.json": "{"})
+    write_tree(tmp_path, {**SOUND, "docs/reference/registry.schema.json": "{}", "tests/durations.json": "{"})
     assert {item.code for item in lint(workspace(tmp_path)).errors} == {"schema-drift", "durations"}
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ci.errors import UsageError
-from ci.fleet import Fleet
-from ci.plan.durations import Durations, Learned, Observation, learn, median_ms
-from ci.plan.estimate import estimate
-from ci.plan.tune import (
+from miles_ci.errors import UsageError
+from miles_ci.fleet import Fleet
+from miles_ci.plan.durations import Durations, Learned, Observation, learn, median_ms
+from miles_ci.plan.estimate import estimate
+from miles_ci.plan.tune import (
     apply_rewrites,
     drifts,
     learned_of_history,
@@ -59,7 +59,7 @@ def test_the_table_survives_a_round_trip_with_one_line_for_each_test(tmp_path: P
             ("a.py", "s", "cpu"): Learned(7, 2, "2026-11-29", {"a.py::x": None}),
         }
     )
-    path = tmp_path / "ci/durations.json"
+    path = tmp_path / "tests/durations.json"
     table.save(path)
     assert Durations.load(path).entries == table.entries
     lines = path.read_text().splitlines()
@@ -71,7 +71,7 @@ def test_the_table_survives_a_round_trip_with_one_line_for_each_test(tmp_path: P
 
 def test_a_missing_table_is_empty_and_the_committed_one_is_canonical() -> None:
     assert Durations.load(Path("/nonexistent/durations.json")).entries == {}
-    committed = REPOSITORY / "ci/durations.json"
+    committed = REPOSITORY / "tests/durations.json"
     assert Durations.load(committed).text() == committed.read_text()
 
 
@@ -223,7 +223,7 @@ def test_tuning_changes_exactly_the_characters_of_the_literal(newline: str, mark
     source = mark + newline.join(
         [
             "# 60 stays 60: é",
-            "from ci.declare import register_cuda_ci",
+            "from miles_ci.declare import register_cuda_ci",
             '"é"; register_cuda_ci(suite="stage-b-1-gpu-h200",  est_time = 60 , hardware=["h200"], labels=["kernels"])',
             'register_cuda_ci(  1.5e1, "stage-b-2-gpu-h200", hardware=["h200"], labels=["kernels"])  # 60',
             "",

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ci.plan.durations import Observation, learn
-from ci.plan.shard import divide, shard_count
-from ci.plan.slots import Filling, area, length, lower_bound, schedule, start_key
+from miles_ci.plan.durations import Observation, learn
+from miles_ci.plan.shard import divide, shard_count
+from miles_ci.plan.slots import Filling, area, length, lower_bound, schedule, start_key
 from tests.fast.ci.helpers.trees import REPOSITORY
 
 
@@ -217,7 +217,7 @@ def test_area_counts_a_serial_test_with_the_whole_runner() -> None:
 
 def test_the_division_is_the_same_under_every_hash_seed() -> None:
     code = (
-        "import random; from types import SimpleNamespace as Unit; from ci.plan.shard import divide; "
+        "import random; from types import SimpleNamespace as Unit; from miles_ci.plan.shard import divide; "
         "chance = random.Random(1); jobs = [Unit(id=f't{i}', ms=chance.randrange(1, 99), "
         "devices=chance.choice((1, 2, 4, 8)), serial=False) for i in range(60)]; "
         "print([[job.id for job in shard] for shard in divide(jobs, width=8, shards=4).shards])"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ci.errors import UsageError
-from ci.fleet import Fleet
-from ci.plan.model import Plan, Shard, SuitePlan
-from ci.plan.simulate import Load, cron_times, demands, percentile, simulate
+from miles_ci.errors import UsageError
+from miles_ci.fleet import Fleet
+from miles_ci.plan.model import Plan, Shard, SuitePlan
+from miles_ci.plan.simulate import Load, cron_times, demands, percentile, simulate
 from tests.fast.ci.helpers.trees import REPOSITORY
 
 FLEET = Fleet.load(REPOSITORY / "registry.yaml")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ci.plan.split import group_of, groups_of, split, splittable
+from miles_ci.plan.split import group_of, groups_of, split, splittable
 
 names = st.sampled_from(
     [

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ci import pytest_plugin
-from ci.workspace import Workspace
+from miles_ci import pytest_plugin
+from miles_ci.workspace import Workspace
 from tests.fast.ci.helpers.lean import LEAN_PYTEST
 
 PACKAGE_PARENT = Path(pytest_plugin.__file__).resolve().parents[1]
-REGISTRY = PACKAGE_PARENT / "registry.yaml"
-CUDA = "from ci.declare import register_cuda_ci\nregister_cuda_ci(60, {suite!r}, hardware={hardware!r}, num_gpus={gpus}, labels=['kernels'])\n"
+REGISTRY = PACKAGE_PARENT.parent / "registry.yaml"
+CUDA = "from miles_ci.declare import register_cuda_ci\nregister_cuda_ci(60, {suite!r}, hardware={hardware!r}, num_gpus={gpus}, labels=['kernels'])\n"
 
 
 class Tree:
@@ -37,7 +37,7 @@ class Tree:
         env |= {"PYTHONPATH": str(PACKAGE_PARENT), **LEAN_PYTEST}
         # No driver is found, whatever the machine that runs this test has.
         env["LD_LIBRARY_PATH"] = str(self.root)
-        command = [sys.executable, "-m", "pytest", "-p", "ci.pytest_plugin", "-rs", *words]
+        command = [sys.executable, "-m", "pytest", "-p", "miles_ci.pytest_plugin", "-rs", *words]
         if "-n" in words:
             command += ["-p", "xdist"]
         done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True, timeout=100)
@@ -70,7 +70,7 @@ def test_required_hardware_that_is_missing_is_a_failure(tree):
 def test_suite_option_leaves_other_files_unopened(tree):
     tree.file("tests/fast/test_one.py", "def test_a(): assert True\n")
     tree.file("tests/e2e/test_two.py", """
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(5, "stage-b-cpu")
         def test_b(): assert True
     """)  # fmt: skip
@@ -127,6 +127,6 @@ def test_without_options_and_registry_the_plugin_is_silent(tree):
 
 
 def test_import_is_light():
-    code = "import sys, pytest; before = set(sys.modules); import ci.pytest_plugin; print(*(set(sys.modules) - before))"
+    code = "import sys, pytest; before = set(sys.modules); import miles_ci.pytest_plugin; print(*(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE_PARENT, check=True)
-    assert set(done.stdout.split()) <= {"ci", "ci.pytest_plugin"}
+    assert set(done.stdout.split()) <= {"miles_ci", "miles_ci.pytest_plugin"}

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from ci.report.analyse import AnalysisError, FailedTest, Group, Report, _verify, analyse
-from ci.report.analyst import UNAVAILABLE, Analysis, Evidence, run_analyst
-from ci.report.cards import Card, JobRow, group_rows, lark, pr_comment, summary
-from ci.report.cards.model import default_analyses
-from ci.report.escape import code, markdown
-from ci.report.strict_json import StrictJsonError
-from ci.report.untrusted import BadArtifact, SeenFailure, SeenShard, SeenTest, read_shard
+from miles_ci.report.analyse import AnalysisError, FailedTest, Group, Report, _verify, analyse
+from miles_ci.report.analyst import UNAVAILABLE, Analysis, Evidence, run_analyst
+from miles_ci.report.cards import Card, JobRow, group_rows, lark, pr_comment, summary
+from miles_ci.report.cards.model import default_analyses
+from miles_ci.report.escape import code, markdown
+from miles_ci.report.strict_json import StrictJsonError
+from miles_ci.report.untrusted import BadArtifact, SeenFailure, SeenShard, SeenTest, read_shard
 
 
 def case(path: str, outcome: str = "passed", failures: tuple[SeenFailure, ...] = (), **values: Any) -> SeenTest:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ci.report.analyse import Report
-from ci.report.analyst import Analysis
-from ci.report.cards import Card, JobRow
-from ci.report.cards.html import markdown_html, page
+from miles_ci.report.analyse import Report
+from miles_ci.report.analyst import Analysis
+from miles_ci.report.cards import Card, JobRow
+from miles_ci.report.cards.html import markdown_html, page
 
 
 def card(reason: str) -> Card:

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci.cli import main
-from ci.errors import UsageError
-from ci.plan.model import Plan, Shard, SuitePlan, Unit
-from ci.report import junit, merge, untrusted
-from ci.report.results import by_signature, load_all, summary
-from ci.run import results
-from ci.run.results import Attempt, FailureRecord, GateRecord, Provisional, RunInfo, ShardResults, TestResult
+from miles_ci.cli import main
+from miles_ci.errors import UsageError
+from miles_ci.plan.model import Plan, Shard, SuitePlan, Unit
+from miles_ci.report import junit, merge, untrusted
+from miles_ci.report.results import by_signature, load_all, summary
+from miles_ci.run import results
+from miles_ci.run.results import Attempt, FailureRecord, GateRecord, Provisional, RunInfo, ShardResults, TestResult
 
 SUITE = "stage-a-cpu"
 

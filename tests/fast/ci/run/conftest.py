@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ci.run import runner
+from miles_ci.run import runner
 from tests.fast.ci.helpers.lean import LEAN_PYTEST
 
 HERE = Path(__file__).parent
@@ -112,13 +112,13 @@ class Repository:
     def gpu_file(self, name: str, source: str, *, gpus: int = 1, est: float = 10, **fields: object) -> str:
         extra = "".join(f", {key}={value!r}" for key, value in fields.items())
         declared = (
-            "from ci.declare import register_ci_gate, register_cuda_ci\n"
+            "from miles_ci.declare import register_ci_gate, register_cuda_ci\n"
             f"register_cuda_ci(est_time={est}, suite='gpu', hardware=['h200'], num_gpus={gpus}, labels=['kernels']{extra})\n"
         )
         return self.file(name, declared + textwrap.dedent(source), "tests/fast-gpu")
 
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "ci", *words]
+        return [sys.executable, "-m", "miles_ci", *words]
 
     def environment(self, base: dict[str, str] | None = None, **extra: str) -> dict[str, str]:
         ours = {name: value for name, value in (base or dict(os.environ)).items() if not name.startswith("MILES_CI_")}

@@ -10,18 +10,18 @@ import threading
 import time
 from pathlib import Path
 
-from ci.run import process_tree, runner
+from miles_ci.run import process_tree, runner
 
 
 def test_cancel_writes_partial_results_within_five_seconds(repository):
     done = repository.file("test_a_done.py", """
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=9, suite="stage-a-cpu", serial=True)
         def test_a(): assert True
     """)  # fmt: skip
     repository.file("test_b_stubborn.py", """
         import os, pathlib, signal, time
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=5, suite="stage-a-cpu", serial=True)
         def test_a():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -33,7 +33,7 @@ def test_cancel_writes_partial_results_within_five_seconds(repository):
             assert True
     """)  # fmt: skip
     repository.file("test_c_never.py", """
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=1, suite="stage-a-cpu", serial=True)
         def test_a(): assert True
     """)  # fmt: skip
@@ -63,7 +63,7 @@ def test_running_runner_owns_its_results_and_a_killed_one_is_never_taken_for_gre
     repository.file("test_done.py", "def test_a(): assert True\n")
     repository.file("test_sleeps.py", """
         import os, pathlib, time
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=5, suite="stage-a-cpu", serial=True)
         def test_a():
             pathlib.Path(__file__).with_suffix(".pid").write_text(str(os.getpid()))
@@ -130,7 +130,7 @@ def test_terminal_that_goes_away_cancels_the_run(repository):
     repository.file("test_done.py", "def test_a(): assert True\n")
     repository.file("test_sleeps.py", """
         import pathlib, time
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=5, suite="stage-a-cpu", serial=True)
         def test_a():
             pathlib.Path(__file__).with_suffix(".mark").write_text("")

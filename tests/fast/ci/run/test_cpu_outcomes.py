@@ -48,7 +48,7 @@ FILES = {
         """,
     "test_skips_with_leave.py": """
         import pytest
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=1, suite="stage-a-cpu",
                         allow_all_skipped={"reason": "runs on macOS only, see docs"})
         @pytest.mark.skip(reason="macOS only")
@@ -70,7 +70,7 @@ FILES = {
         """,
     "test_serial.py": """
         import os
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=1, suite="stage-a-cpu", serial=True)
         def test_runs_alone(): assert "PYTEST_XDIST_WORKER" not in os.environ
         """,
@@ -78,13 +78,13 @@ FILES = {
         def test_a(): raise ConnectionResetError("Connection reset by peer")
         """,
     "test_unstable.py": """
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=1, suite="stage-a-cpu",
                         unstable={"reason": "races with the clock, being fixed", "issue": "#7", "until": "%(until)s"})
         def test_a(): assert 1 == 2
         """,
     "test_declares_wrongly.py": """
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=1, suite="no-such-suite")
         def test_a(): assert True
         """,

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ci.run import process_tree
+from miles_ci.run import process_tree
 from tests.fast.ci.helpers.lean import EVERY_PLUGIN
 
 
@@ -53,7 +53,7 @@ def test_file_option_runs_that_file_or_node_only(repository):
 def test_gate_judges_this_run_and_not_what_the_one_before_left_in_the_folder(repository):
     source = """
         import json, os, pathlib
-        from ci.declare import register_ci_gate, register_cpu_ci
+        from miles_ci.declare import register_ci_gate, register_cpu_ci
         register_cpu_ci(est_time=1, suite="stage-a-cpu")
         register_ci_gate("loss", abs_up=0.1, abs_down=0.1)
         def test_a():
@@ -113,7 +113,7 @@ def test_unknown_suite_is_exit_code_2_with_the_nearest_name(repository):
     ("--wait-memory", "inf"),
 ])  # fmt: skip
 def test_numbers_that_mean_nothing_are_refused(repository, capsys, option, value):
-    from ci.cli import main
+    from miles_ci.cli import main
 
     words = ["run", "--root", str(repository.root), "--suite", "stage-a-cpu", option, value]
     assert main(words) == 2
@@ -127,7 +127,7 @@ def test_names_in_any_script_and_with_blanks_are_run(repository):
 
 
 def test_planned_file_that_is_not_in_the_checkout_fails_alone(repository):
-    from ci.cli import main
+    from miles_ci.cli import main
 
     repository.file("test_here.py", "def test_a(): assert True\n")
     gone = repository.root / repository.file("test_gone.py", "def test_a(): assert True\n")
@@ -195,7 +195,7 @@ def test_failure_in_a_process_that_another_file_kills_stands_and_the_rest_of_its
 def test_kill_of_a_serial_file_is_named_beside_what_had_failed_before(repository):
     repository.file("test_serial.py", """
         import os
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=1, suite="stage-a-cpu", serial=True)
         def test_ok(): assert True
         def test_wrong(): assert 1 == 2
@@ -264,7 +264,7 @@ def test_pytest_that_stops_at_the_first_failure_is_not_called_dead(repository):
 def test_timeout_in_one_file_leaves_the_results_of_the_others(repository):
     source = """
         import time
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=1, suite="stage-a-cpu", serial=True, timeout=2)
         def test_first(): assert True
         def test_hangs_here():
@@ -286,7 +286,7 @@ def test_timeout_in_one_file_leaves_the_results_of_the_others(repository):
 def test_daemon_left_by_a_serial_file_is_killed_and_listed(repository):
     source = """
         import os, pathlib, time
-        from ci.declare import register_cpu_ci
+        from miles_ci.declare import register_cpu_ci
         register_cpu_ci(est_time=1, suite="stage-a-cpu", serial=True)
         def test_starts_a_daemon():
             if os.fork() == 0:

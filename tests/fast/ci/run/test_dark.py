@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from ci.run import dark
+from miles_ci.run import dark
 
 
 def find(source: str, *collected: str) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ci.errors import UsageError
-from ci.run.devices import Device, inherited, visibility, with_visibility
+from miles_ci.errors import UsageError
+from miles_ci.run.devices import Device, inherited, visibility, with_visibility
 
 HOST = tuple(Device(n, f"0000:{n:02x}:00.0", f"GPU-{n}a5f0000-1111", "d", 1000) for n in range(8))
 

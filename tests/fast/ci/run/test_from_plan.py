@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from ci.errors import UsageError
-from ci.plan.model import Plan, Shard, Unit
-from ci.run.console import Console
-from ci.run.from_plan import default_branch, only_files, parse_shard, run_info, run_unit
+from miles_ci.errors import UsageError
+from miles_ci.plan.model import Plan, Shard, Unit
+from miles_ci.run.console import Console
+from miles_ci.run.from_plan import default_branch, only_files, parse_shard, run_info, run_unit
 
 PATH = "tests/fast/test_x.py"
 GATE = {
@@ -145,7 +145,7 @@ def test_what_follows_a_log_that_ends_within_a_line_begins_a_new_one(tmp_path, a
 
 
 def test_shard_that_is_left_without_a_test_says_so_and_the_others_keep_their_numbers(repository):
-    from ci.cli import main
+    from miles_ci.cli import main
 
     empty = repository.run("--suite", "stage-a-cpu", "--shard", "2/2", "--root", str(repository.root))
     assert (empty.code, "no test is registered" in empty.output) == (4, True)
@@ -167,7 +167,7 @@ def test_shard_that_is_left_without_a_test_says_so_and_the_others_keep_their_num
 
 def test_shard_refuses_another_plan(repository):
     repository.file("test_a.py", "def test_a(): assert True\n")
-    from ci.cli import main
+    from miles_ci.cli import main
 
     saved = repository.root / "plan.json"
     assert main(["plan", "--root", str(repository.root), "--suite", "stage-a-cpu", "--out", str(saved)]) == 0

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from ci.history.errors import StoreError
-from ci.history.gate import DeclaredGate
-from ci.history.sqlite import SqliteStore
-from ci.run.gates import GateKeeper
-from ci.run.results import Attempt, RunInfo, TestResult
-from ci.run.unit import RunUnit, slug
+from miles_ci.history.errors import StoreError
+from miles_ci.history.gate import DeclaredGate
+from miles_ci.history.sqlite import SqliteStore
+from miles_ci.run.gates import GateKeeper
+from miles_ci.run.results import Attempt, RunInfo, TestResult
+from miles_ci.run.unit import RunUnit, slug
 
 PATH = "tests/e2e/test_t.py"
 GATE = DeclaredGate("loss", "last", True, 0.0, 0.1, 0.0, 0.1, None, 5, "digest")

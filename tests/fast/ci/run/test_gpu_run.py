@@ -9,9 +9,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from ci.declare import scan
-from ci.history import store as stores
-from ci.history.records import TRUSTED, MetricIdentity, MetricValue
+from miles_ci.declare import scan
+from miles_ci.history import store as stores
+from miles_ci.history.records import TRUSTED, MetricIdentity, MetricValue
 
 OK = "def test_a(): assert True\n"
 SHOWS_ITS_DEVICES = """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ci.run import health, occupancy, probe, probe_child
-from ci.run.devices import Device, DeviceUser
+from miles_ci.run import health, occupancy, probe, probe_child
+from miles_ci.run.devices import Device, DeviceUser
 
 BLOCK = 1 << 20
 BACKENDS = ("cuda", "rocm")

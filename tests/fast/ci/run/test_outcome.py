@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ci.run import evidence, outcome, pytest_process
-from ci.run.dark import DarkTest
-from ci.run.evidence import JUnitCounts
-from ci.run.outcome import ProcessEvidence
-from ci.run.retry import RetryRow
-from ci.run.supervise import Ended, Leftover
-from ci.run.unit import RunUnit, slug, start_order
+from miles_ci.run import evidence, outcome, pytest_process
+from miles_ci.run.dark import DarkTest
+from miles_ci.run.evidence import JUnitCounts
+from miles_ci.run.outcome import ProcessEvidence
+from miles_ci.run.retry import RetryRow
+from miles_ci.run.supervise import Ended, Leftover
+from miles_ci.run.unit import RunUnit, slug, start_order
 
 PATH = "tests/fast/test_x.py"
 UNIT = RunUnit(PATH, PATH, 1.0, 60.0)

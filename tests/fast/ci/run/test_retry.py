@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ci.errors import UsageError
-from ci.fleet import Fleet
-from ci.run import retry
-from ci.run.retry import Classification, Evidence, FailedTest, RetryRow, classify
+from miles_ci.errors import UsageError
+from miles_ci.fleet import Fleet
+from miles_ci.run import retry
+from miles_ci.run.retry import Classification, Evidence, FailedTest, RetryRow, classify
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci.run.signature import Frame, mask, signature, strip_ansi
+from miles_ci.run.signature import Frame, mask, signature, strip_ansi
 
 FRAMES = [Frame("tests/x.py", "test_a", 3), Frame("miles/y.py", "load", 7), Frame("/usr/lib/z.py", "read", 9)]
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ci.errors import UsageError
-from ci.run import slots
-from ci.run.devices import Device
-from ci.run.locks import LeaseError
-from ci.run.slots import LeaseManager, Request
+from miles_ci.errors import UsageError
+from miles_ci.run import slots
+from miles_ci.run.devices import Device
+from miles_ci.run.locks import LeaseError
+from miles_ci.run.slots import LeaseManager, Request
 
 DEVICES = tuple(Device(n, f"0000:{n:02x}:00.0", f"GPU-{n:08x}", "fake", 1000) for n in range(8))
 
@@ -121,8 +121,8 @@ def test_ticket_of_a_dead_runner_holds_nobody_up(tmp_path):
     program = f"""
         import os
         from pathlib import Path
-        from ci.run import slots
-        from ci.run.devices import Device
+        from miles_ci.run import slots
+        from miles_ci.run.devices import Device
         devices = [Device(n, f"0000:{{n:02x}}:00.0", "GPU", "fake", 1) for n in range(8)]
         manager = slots.LeaseManager(Path({str(tmp_path)!r}), devices)
         assert manager.acquire_next([slots.Request("large", 8, 50)]) is None
@@ -139,8 +139,8 @@ def test_devices_of_a_killed_runner_come_back(tmp_path):
     program = f"""
         import time
         from pathlib import Path
-        from ci.run import slots
-        from ci.run.devices import Device
+        from miles_ci.run import slots
+        from miles_ci.run.devices import Device
         devices = [Device(n, f"0000:{{n:02x}}:00.0", "GPU", "fake", 1) for n in range(8)]
         lease = slots.LeaseManager(Path({str(tmp_path)!r}), devices).acquire_next([slots.Request("all", 8, 50)])[1]
         print("held", flush=True)
@@ -162,8 +162,8 @@ def test_many_processes_fighting_for_devices_never_overlap(tmp_path):
     program = f"""
         import os, random, sys, time
         from pathlib import Path
-        from ci.run import slots
-        from ci.run.devices import Device
+        from miles_ci.run import slots
+        from miles_ci.run.devices import Device
         devices = [Device(n, f"0000:{{n:02x}}:00.0", "GPU", "fake", 1) for n in range(8)]
         manager = slots.LeaseManager(Path({str(tmp_path)!r}), devices, tmp_parent=Path({str(tmp_path)!r}))
         rng = random.Random(int(sys.argv[1]))

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ci.declare import register_cpu_ci
-from ci.run import process_tree, supervise, supervisor
-from ci.run.process_tree import Process
-from ci.run.supervise import Command, Ended
+from miles_ci.declare import register_cpu_ci
+from miles_ci.run import process_tree, supervise, supervisor
+from miles_ci.run.process_tree import Process
+from miles_ci.run.supervise import Command, Ended
 
 register_cpu_ci(12, "stage-a-cpu")
 
@@ -220,7 +220,7 @@ def test_tree_dies_with_its_runner(tmp_path):
     program = textwrap.dedent(f"""
         import os, sys
         from pathlib import Path
-        from ci.run import supervise
+        from miles_ci.run import supervise
         code = {detached(pidfile) + "time.sleep(60)"!r}
         command = supervise.Command([sys.executable, "-S", "-c", code], Path({str(tmp_path)!r}), dict(os.environ),
                                     Path({str(tmp_path / "log")!r}), 60.0)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ci.run import temporary
-from ci.run.slots import LeaseManager, Request
+from miles_ci.run import temporary
+from miles_ci.run.slots import LeaseManager, Request
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from ci.run.slots import LeaseManager, Request
+from miles_ci.run.slots import LeaseManager, Request
 lease = LeaseManager(Path(sys.argv[1]) / "locks", tmp_parent=Path(sys.argv[1])).acquire(Request("x", 0, 0.0))
 print(lease.tmpdir, flush=True)
 time.sleep(60)

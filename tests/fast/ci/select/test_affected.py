@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ci.fleet import Fleet
-from ci.fleet.model import SelectionRules
-from ci.select.affected import affected, affected_of_diff, affected_since
-from ci.select.diff import Change, DiffError, parse_name_status
-from ci.select.globs import matches
-from ci.select.graph import Graph, python_files, read_imports
-from ci.select.imports import find_imports
+from miles_ci.fleet import Fleet
+from miles_ci.fleet.model import SelectionRules
+from miles_ci.select.affected import affected, affected_of_diff, affected_since
+from miles_ci.select.diff import Change, DiffError, parse_name_status
+from miles_ci.select.globs import matches
+from miles_ci.select.graph import Graph, python_files, read_imports
+from miles_ci.select.imports import find_imports
 from tests.fast.ci.helpers.trees import REPOSITORY
 
 RULES = Fleet.load(REPOSITORY / "registry.yaml").selection
@@ -97,7 +97,7 @@ def test_an_affected_test_knows_the_path_that_reaches_it() -> None:
         (Change("R", "docs/new.md", "miles/old.py"), "miles/old.py"),
         (Change("M", "registry.yaml"), "registry.yaml"),
         (Change("M", ".github/workflows/pr-test.yml"), ".github/workflows/pr-test.yml"),
-        (Change("M", "ci/run/slots.py"), "ci/run/slots.py"),
+        (Change("M", "ci/miles_ci/run/slots.py"), "ci/miles_ci/run/slots.py"),
         (Change("M", "conftest.py"), "conftest.py"),
         (Change("M", "tests/readme.md"), "tests/readme.md"),
     ],
@@ -292,5 +292,5 @@ def test_globs_match_whole_paths(path: str, glob: str, expected: bool) -> None:
 def test_the_graph_of_this_repository_builds(tmp_path: Path) -> None:
     files = python_files(str(REPOSITORY))
     built = Graph(read_imports(str(REPOSITORY), files))
-    via = built.reached_from(["ci/errors.py"])
+    via = built.reached_from(["ci/miles_ci/errors.py"])
     assert "tests/fast/ci/select/test_affected.py" in via

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ci.fleet import Fleet
-from ci.select.affected import Affected, affected
-from ci.select.diff import Change
-from ci.select.graph import Graph, python_files, read_imports
+from miles_ci.fleet import Fleet
+from miles_ci.select.affected import Affected, affected
+from miles_ci.select.diff import Change
+from miles_ci.select.graph import Graph, python_files, read_imports
 from tests.fast.ci.helpers.trees import REPOSITORY
 
 RULES = Fleet.load(REPOSITORY / "registry.yaml").selection
@@ -94,6 +94,8 @@ def test_a_changed_page_selects_the_tests_that_check_it_and_not_everything(graph
     assert test in found.tests
 
 
-@pytest.mark.parametrize("path", ["miles/data/table.json", "ci/fleet/first_registry.yaml", "tests/fast/data.json"])
+@pytest.mark.parametrize(
+    "path", ["miles/data/table.json", "ci/miles_ci/fleet/first_registry.yaml", "tests/fast/data.json"]
+)
 def test_a_file_that_code_may_read_still_selects_everything(graph: Graph, path: str) -> None:
     assert change(graph, path).everything

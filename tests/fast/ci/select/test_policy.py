@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ci.cli import main
-from ci.errors import UsageError
-from ci.fleet import Fleet
-from ci.select.policy import CADENCES, Policy, cadence_of_cron
+from miles_ci.cli import main
+from miles_ci.errors import UsageError
+from miles_ci.fleet import Fleet
+from miles_ci.select.policy import CADENCES, Policy, cadence_of_cron
 from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, write_tree
 
 FLEET = Fleet.load(REPOSITORY / "registry.yaml")

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ci.declare.model import Declaration, Exemption, Scan
-from ci.errors import Diagnostic
-from ci.fleet import Fleet
-from ci.fleet.load import read_fleet
-from ci.select.affected import Affected
-from ci.select.policy import CADENCES, Policy
-from ci.select.registrations import Fault, build_catalog
-from ci.select.selection import REASONS, select
+from miles_ci.declare.model import Declaration, Exemption, Scan
+from miles_ci.errors import Diagnostic
+from miles_ci.fleet import Fleet
+from miles_ci.fleet.load import read_fleet
+from miles_ci.select.affected import Affected
+from miles_ci.select.policy import CADENCES, Policy
+from miles_ci.select.registrations import Fault, build_catalog
+from miles_ci.select.selection import REASONS, select
 from tests.fast.ci.helpers.trees import REPOSITORY, TODAY, cpu, cuda, workspace, write_tree
 
 SOURCE = (REPOSITORY / "registry.yaml").read_text(encoding="utf-8")
@@ -226,7 +226,7 @@ def test_a_missing_estimate_is_an_error_until_three_durations_are_known(tmp_path
     name = "tests/e2e/test_a.py|stage-b-cpu|cpu"
     for count, errors in ((2, 1), (3, 0)):
         table = f'{{"schema": 1, "tests": {{"{name}": {{"ms": 5, "n": {count}, "last": "2026-11-30"}}}}}}'
-        write_tree(tmp_path, {"ci/durations.json": table})
+        write_tree(tmp_path, {"tests/durations.json": table})
         assert len(workspace(tmp_path).catalog.errors) == errors
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ci.fleet import Fleet
-from ci.workflows.generate import render
-from ci.workflows.model import Workflow
+from miles_ci.fleet import Fleet
+from miles_ci.workflows.generate import render
+from miles_ci.workflows.model import Workflow
 
 ROOT = Path(__file__).resolve().parents[4]
 

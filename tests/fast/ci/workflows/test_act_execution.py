@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from ci.declare import register_cpu_ci
-from ci.workflows.emit import to_yaml
-from ci.workflows.model import Workflow
-from ci.workflows.simulate import Event, simulate
+from miles_ci.declare import register_cpu_ci
+from miles_ci.workflows.emit import to_yaml
+from miles_ci.workflows.model import Workflow
+from miles_ci.workflows.simulate import Event, simulate
 
 register_cpu_ci(8, "stage-a-cpu")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ci.cli import main
-from ci.workflows.events import EVENTS
-from ci.workflows.model import load_all
+from miles_ci.cli import main
+from miles_ci.workflows.events import EVENTS
+from miles_ci.workflows.model import load_all
 from tests.fast.ci.helpers.trees import REPOSITORY
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from ci.cli import COMMANDS
-from ci.workflows.model import Workflow
+from miles_ci.cli import COMMANDS
+from miles_ci.workflows.model import Workflow
 
 # What the shell puts in place of these is checked where it is made.
 ARRAY = {
@@ -27,8 +27,8 @@ def commands(workflows: Mapping[str, Workflow]) -> Iterator[tuple[str, str]]:
         for job in workflow.jobs.values():
             for step in job.steps:
                 for line in str(step.get("run", "")).splitlines():
-                    if "python -m ci" in line:
-                        text = line[line.index("python -m ci") :].split(" ||")[0].split(" >")[0]
+                    if "python -m miles_ci" in line:
+                        text = line[line.index("python -m miles_ci") :].split(" ||")[0].split(" >")[0]
                         for target in ARRAY.get(name, ("",)) if "${target[@]}" in text else ("",):
                             filled = re.sub(r'"\$\{target\[@\]\}"', target, text)
                             yield name, re.sub(r"\$\{?(\w+)\}?", lambda m: VALUES.get(m[1], "value"), filled)
@@ -58,7 +58,7 @@ def test_the_command_line_takes_every_command(workflows: Mapping[str, Workflow])
 
 
 def test_a_job_that_no_workflow_uses_does_not_exist(workflows: Mapping[str, Workflow]) -> None:
-    from ci.bot.jobs import JOBS
+    from miles_ci.bot.jobs import JOBS
 
     used = {shlex.split(line)[4] for _, line in commands(workflows) if " bot " in line}
     assert used == set(JOBS)

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ci.workflows.emit import Folded, Pinned, fold, to_yaml
-from ci.workflows.model import parse_yaml
+from miles_ci.workflows.emit import Folded, Pinned, fold, to_yaml
+from miles_ci.workflows.model import parse_yaml
 
 TEXT = st.text(
     st.characters(blacklist_categories=["Cs", "Cc"], blacklist_characters="\u2028\u2029\ufeff\x85"), max_size=30

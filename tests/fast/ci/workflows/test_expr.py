@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ci.workflows.expr import (
+from miles_ci.workflows.expr import (
     Env,
     ExpressionError,
     context_paths,

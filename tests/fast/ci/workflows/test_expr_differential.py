@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ci.workflows import node_tools
-from ci.workflows.expr import ExpressionError, evaluate, to_text
-from ci.workflows.expr.values import dump_json
+from miles_ci.workflows import node_tools
+from miles_ci.workflows.expr import ExpressionError, evaluate, to_text
+from miles_ci.workflows.expr.values import dump_json
 
 SEED, WANTED = 20_261_130, 2_500
 CONTEXTS: dict[str, Any] = {

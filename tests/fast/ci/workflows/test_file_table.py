@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ci.workflows.concurrency import Concurrency
-from ci.workflows.expr import Env, interpolate
-from ci.workflows.expr.values import normalise
-from ci.workflows.model import Workflow
+from miles_ci.workflows.concurrency import Concurrency
+from miles_ci.workflows.expr import Env, interpolate
+from miles_ci.workflows.expr.values import normalise
+from miles_ci.workflows.model import Workflow
 
 CANCEL_PR = "${{ github.event_name == 'pull_request' }}"
 TABLE: dict[str, tuple[set[str], str, dict[str, Any]]] = {

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import yaml
 
-from ci.cli import main
-from ci.errors import UsageError
-from ci.fleet import Fleet
-from ci.workflows import node_tools, tools
-from ci.workflows.emit import to_yaml
-from ci.workflows.generate import HEADER, drift, render
-from ci.workflows.lint import lint
-from ci.workflows.model import Workflow, all_strings, parse_yaml
-from ci.workflows.parts import action
-from ci.workflows.walk import walk
+from miles_ci.cli import main
+from miles_ci.errors import UsageError
+from miles_ci.fleet import Fleet
+from miles_ci.workflows import node_tools, tools
+from miles_ci.workflows.emit import to_yaml
+from miles_ci.workflows.generate import HEADER, drift, render
+from miles_ci.workflows.lint import lint
+from miles_ci.workflows.model import Workflow, all_strings, parse_yaml
+from miles_ci.workflows.parts import action
+from miles_ci.workflows.walk import walk
 
 
 def test_the_committed_files_are_what_the_registry_gives(fleet: Fleet, root: Path) -> None:
@@ -74,7 +74,7 @@ def test_fleets_without_some_kind_of_device_are_generated_and_proven(fleet: Flee
 
 
 def test_output_is_the_same_under_every_hash_seed(root: Path) -> None:
-    script = "from ci.fleet import Fleet; from ci.workflows.generate import render; import hashlib; print(hashlib.sha256(repr(render(Fleet.load('registry.yaml'))).encode()).hexdigest())"
+    script = "from miles_ci.fleet import Fleet; from miles_ci.workflows.generate import render; import hashlib; print(hashlib.sha256(repr(render(Fleet.load('registry.yaml'))).encode()).hexdigest())"
     found = {
         subprocess.run([sys.executable, "-c", script], cwd=root, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
         for seed in ("0", "1", "77")

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ci.workflows.expr import Env, interpolate, is_truthy
-from ci.workflows.expr.values import normalise
-from ci.workflows.model import Job, Workflow
+from miles_ci.workflows.expr import Env, interpolate, is_truthy
+from miles_ci.workflows.expr.values import normalise
+from miles_ci.workflows.model import Job, Workflow
 
 INPUTS = {
     "artifact": "stage-c-4-gpu-mi300x-1", "file": "", "image": "ghcr.io/x@sha256:0", "megatron_sha": "", "node": "", "plan": "plan-rocm", "plan_digest": "d" * 64,
@@ -79,9 +79,9 @@ def test_a_shard_runs_its_commands_in_order_with_the_verified_plan(rocm: Job, tm
         f"find {tmp_path / 'work'} -mindepth 1 -delete",
         "uses Check out",
         "uses Download into plan",
-        *(f"python -m ci images dependencies {verb}" for verb in ("checkout", "check", "apply", "install")),
+        *(f"python -m miles_ci images dependencies {verb}" for verb in ("checkout", "check", "apply", "install")),
         "python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .",
-        "python -m ci run --suite stage-c-4-gpu-mi300x --shard 1/2 --results results",
+        "python -m miles_ci run --suite stage-c-4-gpu-mi300x --shard 1/2 --results results",
         "uses Upload results",
         f"find {tmp_path / 'work'} -mindepth 1 -delete",
     ]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ci.declare.tree import scan_tree
-from ci.fleet import Fleet
+from miles_ci.declare.tree import scan_tree
+from miles_ci.fleet import Fleet
 
 ROOT = Path(__file__).resolve().parents[4]
 VARIANTS = yaml.safe_load((ROOT / "tests/rocm/variants.yaml").read_text())["variants"]

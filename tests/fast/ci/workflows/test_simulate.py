@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ci.workflows.concurrency import Concurrency
-from ci.workflows.model import Workflow, WorkflowError
-from ci.workflows.simulate import Event, Outcome, expand_matrix, local_resolver, simulate
+from miles_ci.workflows.concurrency import Concurrency
+from miles_ci.workflows.model import Workflow, WorkflowError
+from miles_ci.workflows.simulate import Event, Outcome, expand_matrix, local_resolver, simulate
 
 
 def wf(jobs: str, on: str = "push") -> Workflow:

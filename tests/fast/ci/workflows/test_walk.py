@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from ci.fleet import Fleet
-from ci.workflows.emit import fold
-from ci.workflows.lint import job_rules, lint
-from ci.workflows.model import Workflow, WorkflowError
-from ci.workflows.rules import GATING_TABLE, rules_for
-from ci.workflows.simulate import counts_as_passed
-from ci.workflows.walk import Violation, walk, walk_job
+from miles_ci.fleet import Fleet
+from miles_ci.workflows.emit import fold
+from miles_ci.workflows.lint import job_rules, lint
+from miles_ci.workflows.model import Workflow, WorkflowError
+from miles_ci.workflows.rules import GATING_TABLE, rules_for
+from miles_ci.workflows.simulate import counts_as_passed
+from miles_ci.workflows.walk import Violation, walk, walk_job
 
 LIMIT_S = 30
 ROOT = Path(__file__).resolve().parents[4]

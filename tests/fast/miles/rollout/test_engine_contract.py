@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from contract import PROMPT, EngineContract, EngineUnderTest, body
 
-from ci.declare import register_cpu_ci
 from miles.rollout.engine import EngineClient, GenerateRequest, SamplingParams
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(40, "stage-a-cpu", nightly=True)
 

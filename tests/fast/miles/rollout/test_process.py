@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from ci.declare import register_cpu_ci
 from miles.config import ConfigError
 from miles.rollout.config import EngineConfig
 from miles.rollout.engines.embedded import launch, start
 from miles.rollout.errors import EngineModelError, EngineStartError
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(20, "stage-a-cpu", nightly=True)
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from ci.declare import register_cpu_ci
 from miles.rollout.engines.embedded.requests import Output, Refusal
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(20, "stage-a-cpu", nightly=True)
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from sync_engines import ask, same, status, zeros_like
 
-from ci.declare import register_cpu_ci
 from miles.sync.config import SyncConfig
 from miles.sync.errors import NoEngineLeft, SyncOptionError
 from miles.sync.session import WeightPusher
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(30, "stage-a-cpu", nightly=True)
 

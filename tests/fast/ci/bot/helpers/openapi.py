@@ -1,7 +1,7 @@
 """GitHub's own API description, cut to the endpoints we use: validate requests and replies, build valid samples.
 
 Regenerate with the test `test_the_vendored_description_is_githubs_own` failing text, or:
-    cd ci/workflows/node && node openapi.mjs "METHOD /path" ... (paths in endpoints.txt)
+    cd ci/miles_ci/workflows/node && node openapi.mjs "METHOD /path" ... (paths in endpoints.txt)
 """
 
 from __future__ import annotations

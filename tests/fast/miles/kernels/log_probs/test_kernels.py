@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from ci.declare import register_cpu_ci
 from miles.kernels.log_probs import PolicyTerm, fused_policy_loss, logits_gradient, row_stats, scale_
 from miles.kernels.log_probs.ops import Tuning
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(30, "stage-a-cpu", nightly=True)
 

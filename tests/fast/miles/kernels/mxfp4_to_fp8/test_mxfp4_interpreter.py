@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ci.declare import register_cpu_ci
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(30, "stage-a-cpu", nightly=True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ci.declare import register_cpu_ci
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(60, "stage-a-cpu", nightly=True)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ci.declare import register_cpu_ci
+from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(20, "stage-a-cpu", nightly=True)
 

@@ -1,1 +1,0 @@
-"""The subcommands of `miles-ci`, one module each; see `ci.cli` for what a module must offer."""

@@ -1,0 +1,68 @@
+"""First job of a rerun: the comment that says "running", and the check run on the head commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from miles_ci.bot.github import Client, GitHubError
+from miles_ci.bot.marker import ours
+from miles_ci.bot.rerun.comment import running_body
+from miles_ci.bot.rerun.request import Request
+
+
+@dataclass(frozen=True)
+class Announced:
+    """`check_id` 0: GitHub refused a check run; `note` says so."""
+
+    comment_id: int
+    check_id: int
+    note: str = ""
+
+
+def find_comment(client: Client, pull_number: int, bot_id: int, request_id: str) -> dict[str, Any] | None:
+    """Our comment of a request, over all pages."""
+    comments = client.pages(f"{{repo}}/issues/{pull_number}/comments")
+    found = ours(comments, bot_id, "rerun", request_id)
+    return dict(found[0][0]) if found else None
+
+
+def announce(client: Client, request: Request, *, run_id: int, attempt: int, run_url: str, bot_id: int) -> Announced:
+    """Create or reuse the one comment of this request. Safe to repeat."""
+    body = running_body(request, run_id, attempt, run_url)
+
+    def proof() -> dict[str, Any] | None:
+        return find_comment(client, request.pull_number, bot_id, request.request_id)
+
+    existing = proof()
+    if existing is None:
+        comment = client.post(f"{{repo}}/issues/{request.pull_number}/comments", {"body": body}, proof=proof)
+    else:
+        comment = client.patch(f"{{repo}}/issues/comments/{existing['id']}", {"body": body})
+    check_id, note = start_check(client, request, run_url)
+    return Announced(comment["id"], check_id, note)
+
+
+def start_check(client: Client, request: Request, run_url: str) -> tuple[int, str]:
+    """A check run in progress; 403 and 422 leave the comment as the only report."""
+
+    def proof() -> dict[str, Any] | None:
+        path = f"{{repo}}/commits/{request.head_sha}/check-runs"
+        runs = client.pages(path, "check_runs", check_name=request.check_name, filter="all")
+        return next((run for run in runs if run.get("external_id") == request.request_id), None)
+
+    body = {
+        "name": request.check_name,
+        "head_sha": request.head_sha,
+        "status": "in_progress",
+        "details_url": run_url,
+        "external_id": request.request_id,
+    }
+    try:
+        existing = proof()
+        check = existing or client.post("{repo}/check-runs", body, proof=proof)
+    except GitHubError as error:
+        if error.status in (403, 422):
+            return 0, f"no check run: GitHub answered {error.status}"
+        raise
+    return int(check["id"]), ""

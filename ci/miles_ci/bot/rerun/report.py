@@ -1,0 +1,191 @@
+"""Last job of a rerun (and the sweeper): the true result, written once into the one comment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from miles_ci.bot.access import read_pull
+from miles_ci.bot.github import CHECK_LIMIT, Client, GitHubError, clip
+from miles_ci.bot.marker import parse_marker
+from miles_ci.bot.outcome import Verdict, verdict
+from miles_ci.bot.rerun.announce import find_comment
+from miles_ci.bot.rerun.comment import Row, final_body
+from miles_ci.bot.rerun.request import Request
+from miles_ci.bot.runs import JobInfo, artifact_files, jobs_of, leg_of
+from miles_ci.report.untrusted import BadArtifact, SeenShard, read_shard
+
+ARTIFACTS = re.compile(r"results-rerun-[a-z0-9-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a run really did."""
+
+    verdict: Verdict
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+
+def collect(
+    client: Client, run_id: int, attempt: int, resolve_result: str, planned: Mapping[str, str] | None
+) -> Finding:
+    """Judge a run from its jobs and the results they uploaded.
+
+    `planned` suite -> hardware as resolve published it; None (the sweeper) takes the suites of the jobs.
+    """
+    jobs = jobs_of(client, run_id, attempt)
+    notes: list[str] = []
+    shards = _shards(client, run_id, notes)
+    suites = dict(planned) if planned is not None else {suite: "" for job in jobs if (suite := _suite_of(job))}
+    legs: dict[str, str] = {}
+    rows: list[Row] = []
+    for suite, hardware in sorted(suites.items()):
+        leg = next((job for job in jobs if leg_of(job, suite)), None)
+        seen = [shard for shard in shards if shard.suite == suite]
+        if leg is not None:
+            legs[suite] = leg.result
+        failing = tuple(name for shard in seen for name in _failing(shard))
+        rows.append(
+            Row(
+                suite,
+                hardware or (seen[0].hardware if seen else "unknown"),
+                legs.get(suite, "skipped"),
+                leg.seconds if leg else None,
+                leg.url if leg else "",
+                sum(shard.observed for shard in seen),
+                failing,
+            )
+        )
+    stray = {suite for job in jobs if (suite := _suite_of(job)) and suite not in suites and job.result != "skipped"}
+    legs |= dict.fromkeys(stray, "success")
+    judged = verdict(resolve_result, dict.fromkeys(suites, 1), legs, {row.suite: row.observed for row in rows})
+    return Finding(judged, tuple(rows), tuple(notes))
+
+
+def _suite_of(job: JobInfo) -> str:
+    """The suite of an execution leg: both halves of `<suite> / <suite>` agree."""
+    caller, _, inner = job.name.partition(" / ")
+    return inner if inner and caller == f"rerun {inner}" else ""
+
+
+def _shards(client: Client, run_id: int, notes: list[str]) -> list[SeenShard]:
+    found = []
+    try:
+        for file in artifact_files(client, run_id, ARTIFACTS, "results.json"):
+            try:
+                found.append(read_shard(file.data, f"{file.artifact}"))
+            except BadArtifact as error:
+                notes.append(f"results ignored: {error}")
+    except GitHubError as error:
+        notes.append(f"results not read: {error}")
+    return found
+
+
+def _failing(shard: SeenShard) -> list[str]:
+    names = []
+    for test in shard.tests:
+        if test.blocks:
+            names += [failure.node for failure in test.failures] or [f"{test.path} ({test.outcome})"]
+    return names
+
+
+def report(
+    client: Client,
+    request: Request,
+    finding: Finding,
+    *,
+    run_id: int,
+    attempt: int,
+    run_url: str,
+    comment_id: int,
+    check_id: int,
+    bot_id: int,
+    state: str | None = None,
+) -> str:
+    """Write the terminal state; returns what was done, in words. Repeating it changes nothing.
+
+    A newer attempt's marker wins: an older finaliser stays silent. A deleted or lost comment is searched for
+    and, if it is gone, replaced by one terminal comment.
+    """
+    judged = finding.verdict if state is None else Verdict(state, finding.verdict.reason)
+    superseded = _superseded(client, request)
+    body = final_body(
+        request, run_id, attempt, run_url, judged, list(finding.rows), superseded=superseded, notes=finding.notes
+    )
+    comment = _read_comment(client, comment_id) or find_comment(client, request.pull_number, bot_id, request.request_id)
+    if comment is not None:
+        marker = parse_marker(comment.get("body"))
+        if marker is not None and (marker.run, marker.attempt) != (run_id, attempt) and marker.attempt > attempt:
+            return "silent: a newer attempt writes this comment"
+        if comment.get("body") == body:
+            done = "unchanged"
+        else:
+            done = _patch_or_create(client, request, int(comment["id"]), body, bot_id)
+    else:
+        done = _create(client, request, body, bot_id)
+    note = _finish_check(client, check_id, judged, body)
+    return f"{done}{'; ' + note if note else ''}"
+
+
+def _superseded(client: Client, request: Request) -> bool:
+    try:
+        return read_pull(client, request.pull_number).head_sha != request.head_sha
+    except GitHubError:
+        return False
+
+
+def _read_comment(client: Client, comment_id: int) -> dict | None:
+    if comment_id <= 0:
+        return None
+    try:
+        return dict(client.get(f"{{repo}}/issues/comments/{comment_id}"))
+    except GitHubError as error:
+        if error.status in (404, 410):
+            return None
+        raise
+
+
+def _patch_or_create(client: Client, request: Request, comment_id: int, body: str, bot_id: int) -> str:
+    try:
+        client.patch(f"{{repo}}/issues/comments/{comment_id}", {"body": body})
+        return f"edited comment {comment_id}"
+    except GitHubError as error:
+        if error.status not in (404, 410):
+            raise
+    again = find_comment(client, request.pull_number, bot_id, request.request_id)
+    if again is not None and again["id"] != comment_id:
+        client.patch(f"{{repo}}/issues/comments/{again['id']}", {"body": body})
+        return f"edited comment {again['id']}"
+    return _create(client, request, body, bot_id)
+
+
+def _create(client: Client, request: Request, body: str, bot_id: int) -> str:
+    def proof() -> dict | None:
+        return find_comment(client, request.pull_number, bot_id, request.request_id)
+
+    created = client.post(f"{{repo}}/issues/{request.pull_number}/comments", {"body": body}, proof=proof)
+    return f"created comment {created['id']}"
+
+
+_CONCLUSION = {"passed": "success", "failed": "failure", "cancelled": "cancelled", "lost": "cancelled"}
+
+
+def _finish_check(client: Client, check_id: int, judged: Verdict, body: str) -> str:
+    if check_id <= 0:
+        return ""
+    summary = clip(body.split("\n", 1)[-1], CHECK_LIMIT)
+    title = f"{judged.state}{': ' + judged.reason if judged.reason else ''}"
+    update = {
+        "status": "completed",
+        "conclusion": _CONCLUSION[judged.state],
+        "output": {"title": title, "summary": summary},
+    }
+    try:
+        client.patch(f"{{repo}}/check-runs/{check_id}", update)
+    except GitHubError as error:
+        if error.status in (403, 404, 422):
+            return f"check run not updated: GitHub answered {error.status}"
+        raise
+    return ""

@@ -1,0 +1,156 @@
+"""Status sweeper: nothing of ours says "running" for ever.
+
+Every half hour: rerun comments still `running` whose run has ended get the true result; those whose run is gone
+or far beyond its limit become `lost`. Jobs that wait on a pool without an online runner are reported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from miles_ci.bot.github import Client, GitHubError
+from miles_ci.bot.marker import Marker, ours
+from miles_ci.bot.outcome import Verdict
+from miles_ci.bot.rerun.report import Finding, collect, report
+from miles_ci.bot.rerun.request import Request
+from miles_ci.bot.runs import Run, jobs_of, read_run, to_run
+
+LOOK_BACK_S = 3 * 86_400
+GRACE_S = 30 * 60
+# The longest job limit any suite has, plus announce, resolve and report.
+DEFAULT_LIMIT_S = 6 * 3600
+QUEUED_LIMIT_S = 60 * 60
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """`finished`: comments brought to a terminal state; `starved`: jobs that no runner can take."""
+
+    finished: tuple[str, ...]
+    starved: tuple[str, ...]
+
+    def text(self) -> str:
+        lines = [f"- {line}" for line in (*self.finished, *self.starved)]
+        return "\n".join(["### Sweep", "", *(lines or ["Nothing was left behind."])]) + "\n"
+
+
+def _iso(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def running_comments(client: Client, bot_id: int) -> Iterator[tuple[Mapping[str, Any], Marker]]:
+    """Our rerun comments of the last days that still say running."""
+    since = _iso(client.clock() - LOOK_BACK_S)
+    comments = client.pages("{repo}/issues/comments", sort="updated", direction="desc", since=since)
+    for comment, marker in ours(list(comments), bot_id, "rerun"):
+        if marker.state == "running":
+            yield comment, marker
+
+
+def sweep(client: Client, *, bot_id: int, limit_s: float = DEFAULT_LIMIT_S) -> Sweep:
+    """One pass; each comment on its own, so that one that cannot be handled does not stop the others."""
+    finished = []
+    for comment, marker in running_comments(client, bot_id):
+        try:
+            done = _finish(client, comment, marker, bot_id, limit_s)
+        except GitHubError as error:
+            done = f"comment {comment['id']}: {error}"
+        if done:
+            finished.append(done)
+    return Sweep(tuple(finished), tuple(starved(client)))
+
+
+def _finish(client: Client, comment: Mapping[str, Any], marker: Marker, bot_id: int, limit_s: float) -> str:
+    number = int(str(comment["issue_url"]).rsplit("/", 1)[-1])
+    request = _request(comment, marker, number)
+    try:
+        run: Run | None = read_run(client, marker.run)
+    except GitHubError as error:
+        if error.status != 404:
+            raise
+        run = None
+    state = None
+    if run is None:
+        finding = Finding(Verdict("failed", "the run does not exist any more"), ())
+        state, url, attempt = "lost", "", marker.attempt
+    else:
+        url, attempt = run.url, run.attempt
+        if run.status != "completed":
+            started = run.started_at or run.created_at
+            if started is None or client.clock() - started <= limit_s + GRACE_S:
+                return ""
+            finding = Finding(Verdict("failed", "the run is far beyond its limit"), ())
+            state = "lost"
+        else:
+            finding = collect(client, run.id, run.attempt, _resolve_result(client, run), None)
+    done = report(
+        client, request, finding, run_id=marker.run, attempt=attempt, run_url=url, comment_id=int(comment["id"]),
+        check_id=_check_id(client, request), bot_id=bot_id, state=state,
+    )  # fmt: skip
+    return f"#{number} request {marker.req}: {state or finding.verdict.state} ({done})"
+
+
+def _request(comment: Mapping[str, Any], marker: Marker, number: int) -> Request:
+    """What the comment itself shows of its request: enough to write the final text."""
+    body = str(comment.get("body") or "")
+    start = body.find("`")
+    end = body.find("`", start + 1)
+    file, _, node = (body[start + 1 : end] if 0 <= start < end else "unknown").partition("::")
+    return Request(number, marker.sha, file, node, "", marker.req, 0, "", {})
+
+
+def _resolve_result(client: Client, run: Run) -> str:
+    for job in jobs_of(client, run.id, run.attempt):
+        if job.name == "resolve":
+            return job.result
+    return "skipped"
+
+
+def _check_id(client: Client, request: Request) -> int:
+    if not request.head_sha:
+        return 0
+    try:
+        runs = client.pages(
+            f"{{repo}}/commits/{request.head_sha}/check-runs", "check_runs", filter="all", status="in_progress"
+        )
+        return next((int(run["id"]) for run in runs if run.get("external_id") == request.request_id), 0)
+    except GitHubError:
+        return 0
+
+
+def starved(client: Client) -> Iterator[str]:
+    """Jobs queued for more than an hour on labels that no online runner carries."""
+    runners: list[Mapping[str, Any]] | None = None
+    for status in ("queued", "in_progress"):
+        for entry in client.pages("{repo}/actions/runs", "workflow_runs", status=status):
+            run = to_run(entry)
+            for job in jobs_of(client, run.id, run.attempt):
+                waited = client.clock() - (job.created_at or client.clock())
+                if job.status != "queued" or waited <= QUEUED_LIMIT_S or "self-hosted" not in job.labels:
+                    continue
+                if runners is None:
+                    runners = _runners(client)
+                if runners is None or not _online(runners, job.labels):
+                    where = "no online runner" if runners is not None else "the runner list is not readable"
+                    yield f"{run.url}: job {job.name} has waited {waited / 60:.0f} min for {', '.join(job.labels)} ({where})"
+
+
+def _runners(client: Client) -> list[Mapping[str, Any]] | None:
+    try:
+        return list(client.pages("{repo}/actions/runners", "runners"))
+    except GitHubError as error:
+        if error.status in (403, 404):
+            return None
+        raise
+
+
+def _online(runners: list[Mapping[str, Any]], labels: tuple[str, ...]) -> bool:
+    wanted = {label.lower() for label in labels}
+    for runner in runners:
+        have = {str(label["name"]).lower() for label in runner.get("labels") or []}
+        if runner.get("status") == "online" and wanted <= have:
+            return True
+    return False

@@ -1,0 +1,118 @@
+"""Results of parsing, kept by content hash and parser version.
+
+A cache that cannot be read or written is as good as none: it holds nothing that the sources do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from miles_ci.declare.model import Declaration, Exemption, FileScan, GateDeclaration
+from miles_ci.declare.reader import PARSER_VERSION
+from miles_ci.errors import Diagnostic
+from miles_ci.files import write_whole
+
+FILE_NAME = f"scan-{PARSER_VERSION}.json"
+_DECLARATION_FIELDS = tuple(item.name for item in fields(Declaration) if item.name != "path")
+_GATE_FIELDS = tuple(item.name for item in fields(GateDeclaration) if item.name != "path")
+_TUPLES = frozenset({"hardware", "capabilities", "labels", "est_span"})
+
+
+class ScanCache:
+    """Content key -> what the file declares, with the path left out (the same content may lie elsewhere)."""
+
+    def __init__(self, entries: dict[str, Any] | None = None) -> None:
+        self._entries = entries or {}
+        self._used: dict[str, Any] = {}
+        self._changed = False
+
+    @classmethod
+    def load(cls, folder: Path) -> ScanCache:
+        data = read_cache(folder, FILE_NAME)
+        return cls(data if isinstance(data, dict) else None)
+
+    def get(self, key: str, path: str) -> FileScan | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        try:
+            return _unpack(entry, path)
+        except (TypeError, ValueError, KeyError, IndexError):
+            return None
+
+    def put(self, key: str, found: FileScan) -> None:
+        self._entries[key] = _pack(found)
+        self._changed = True
+
+    def used(self, key: str) -> None:
+        self._used[key] = self._entries[key]
+
+    def save(self, folder: Path) -> None:
+        """Write the entries of this scan, atomically; entries of files that are gone are dropped."""
+        if not self._changed and len(self._used) == len(self._entries):
+            return
+        write_cache(folder, FILE_NAME, self._used)
+
+
+def read_cache(folder: Path, name: str) -> Any:
+    """The JSON value of a cache file; None where there is none to be read."""
+    try:
+        with open(folder / name, "rb") as stream:
+            return json.load(stream)
+    except (OSError, ValueError):
+        return None
+
+
+def write_cache(folder: Path, name: str, value: Any) -> None:
+    """Write a cache file, atomically; what cannot be written is left out."""
+    with contextlib.suppress(OSError):
+        if not folder.exists():
+            # Ours alone, so git need not be told about it elsewhere.
+            write_whole(folder / ".gitignore", b"# Written by miles-ci: a cache is no part of the repository.\n*\n")
+        write_whole(folder / name, json.dumps(value, separators=(",", ":")).encode(), durable=False)
+
+
+def _pack(found: FileScan) -> list[Any]:
+    declarations = [{name: _plain(getattr(item, name)) for name in _DECLARATION_FIELDS} for item in found.declarations]
+    gates = [{name: _plain(getattr(item, name)) for name in _GATE_FIELDS} for item in found.gates]
+    errors = [[item.line, item.column, item.code, item.message, item.severity] for item in found.errors]
+    return [declarations, gates, errors]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Exemption):
+        return [value.reason, value.issue, value.until]
+    if isinstance(value, str | int | float | tuple | list | type(None)):
+        return value
+    return dict(value)
+
+
+def _unpack(entry: list[Any], path: str) -> FileScan:
+    declarations, gates, errors = entry
+    return FileScan(
+        tuple(_declaration(item, path) for item in declarations),
+        tuple(
+            GateDeclaration(
+                path=path,
+                **{**item, "steps": item["steps"] if isinstance(item["steps"], str) else tuple(item["steps"])},
+            )
+            for item in gates
+        ),
+        tuple(Diagnostic(path, *item) for item in errors),
+    )
+
+
+def _declaration(item: dict[str, Any], path: str) -> Declaration:
+    values = dict(item)
+    for name in _TUPLES:
+        if values[name] is not None:
+            values[name] = tuple(values[name])
+    for name in ("disabled", "unstable"):
+        if values[name] is not None:
+            values[name] = Exemption(*values[name])
+    values["places"] = {name: (place[0], place[1]) for name, place in values["places"].items()}
+    return Declaration(path=path, **values)

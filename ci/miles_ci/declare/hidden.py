@@ -1,0 +1,52 @@
+"""Uses of a registration function other than calling it by its name: behind each one a call could hide.
+
+Leaves out: names put together at run time, which no reader of the source can know.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from miles_ci.declare.fields import FIELDS
+
+_LOOKUPS = frozenset({"getattr", "attrgetter", "methodcaller", "__getattribute__", "get", "pop", "setdefault"})
+_NAMESPACES = frozenset({"globals", "locals", "vars"})
+
+
+def hidden_use(node: ast.AST) -> tuple[str, str] | None:
+    """(registration function, what is done with it), or None. The function of a call is the caller's to judge."""
+    if isinstance(node, ast.Name) and node.id in FIELDS:
+        how = "read without being called" if isinstance(node.ctx, ast.Load) else "bound to something else"
+        return node.id, how
+    if isinstance(node, ast.Attribute) and node.attr in FIELDS:
+        how = "read as an attribute" if isinstance(node.ctx, ast.Load) else "replaced"
+        return node.attr, how
+    if isinstance(node, ast.Call) and _last_name(node.func) in _LOOKUPS:
+        if _last_name(node.func) in ("get", "pop", "setdefault") and not _is_namespace(_owner(node.func)):
+            return None
+        return _named(node.args)
+    if isinstance(node, ast.Subscript) and _is_namespace(node.value):
+        return _named([node.slice])
+    return None
+
+
+def _named(nodes: list[ast.expr]) -> tuple[str, str] | None:
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FIELDS:
+            return node.value, "looked up by its name"
+    return None
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _owner(node: ast.expr) -> ast.expr | None:
+    return node.value if isinstance(node, ast.Attribute) else None
+
+
+def _is_namespace(node: ast.expr | None) -> bool:
+    """`globals()`, `vars(module)`, `module.__dict__`"""
+    if isinstance(node, ast.Call):
+        return _last_name(node.func) in _NAMESPACES
+    return isinstance(node, ast.Attribute) and node.attr == "__dict__"

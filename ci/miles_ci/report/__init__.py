@@ -1,0 +1,4 @@
+"""What is said about results: tables and JUnit XML of one shard, the merge of all shards, analysis, cards.
+
+Reads what `miles_ci.run` wrote; runs nothing itself.
+"""

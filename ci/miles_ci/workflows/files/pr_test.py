@@ -1,0 +1,331 @@
+"""`pr-test.yml` (CPU and CUDA) and `pr-test-rocm.yml`: plan once, gate stages, prove that nothing went dark.
+
+The gating row is written once (`gate_row`) and used by every job of the chain that serves a stage, so no job in
+between can re-impose fast-fail. Counts, shards and runner labels come from the plan at run time: switching a
+pool off changes no file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miles_ci.errors import UsageError
+from miles_ci.fleet import Fleet
+from miles_ci.workflows.parts import (
+    EXTRA_MINUTES,
+    both,
+    call,
+    checkout,
+    download,
+    either,
+    install_ci,
+    job,
+    output,
+    outputs_of,
+    run,
+    setup_python,
+    succeeded,
+    upload,
+)
+
+READ = {"contents": "read"}
+# Fork, branch and merge-queue events carry the commit in different places.
+REF = "${{ inputs.ref || github.event.pull_request.head.sha || github.sha }}"
+ALIVE = "!cancelled()"
+CALL_INPUTS: dict[str, Any] = {
+    "cadence": {"description": "regular, nightly, weekly or release", "type": "string", "required": True},
+    "image_tag": {
+        "description": "Image tag to test, empty for the default",
+        "type": "string",
+        "required": False,
+        "default": "",
+    },
+    "ref": {"description": "Commit to test, 40 hex digits", "type": "string", "required": True},
+}
+DEPS = ("image_build", "image_key", "image_reference", "megatron_sha", "sglang_sha")
+
+
+def suites_of(fleet: Fleet, *backends: str) -> list[str]:
+    return [name for name, suite in fleet.suites.items() if suite.backend in backends]
+
+
+def root_gate(fleet: Fleet, suite: str) -> str | None:
+    """The CPU suite that finally gates a suite: what the image chain may wait for."""
+    gate = fleet.suites[suite].gate
+    while gate is not None and fleet.suites[gate].backend != "cpu":
+        gate = fleet.suites[gate].gate
+    return gate
+
+
+def gate_row(gate: str | None) -> str:
+    """One row of the gating table as a condition: bypass, or passed, or nothing to run."""
+    if gate is None:
+        return "true"
+    nothing = both(f"needs.{gate}.result == 'skipped'", f"{output('plan', f'count-{gate}')} == '0'")
+    return either(f"{output('plan', 'bypass')} == 'true'", succeeded(gate), f"({nothing})")
+
+
+def _plan_job(fleet: Fleet, suites: list[str], *, needs: tuple[str, ...] = (), ref: str, rocm: bool) -> dict[str, Any]:
+    counts = [f"{kind}-{suite}" for suite in suites for kind in ("count", "matrix")]
+    env = {
+        "CADENCE": "${{ inputs.cadence || 'regular' }}",
+        "ROOT": "pr-source" if rocm else ".",
+        "SUITES": " ".join(suites),
+    }
+    script = 'python -m miles_ci bot plan --cadence "$CADENCE" --root "$ROOT" --suites "$SUITES" --output plan.json'
+    steps = [
+        checkout(name="Check out the harness", depth=0) if rocm else checkout(ref=ref, depth=0),
+        setup_python(),
+        install_ci(),
+    ]
+    if rocm:
+        # Read as data (declarations by AST); nothing of it is imported or installed here.
+        steps.insert(
+            1, checkout(name="Check out the tested commit as data", ref=ref, path="pr-source", unsafe_pr=True, depth=0)
+        )
+    steps += [
+        run("Plan", script, env=env, step_id="plan"),
+        upload("plan-rocm" if rocm else "plan", "plan.json", when=None),
+    ]
+    return job(
+        steps=steps,
+        permissions=READ,
+        minutes=10,
+        needs=needs,
+        condition=both(ALIVE, *[succeeded(n) for n in needs]) if needs else None,
+        outputs=outputs_of("plan", ["bypass", "cadence", "count-gpu", "digest", *counts]),
+    )
+
+
+def _deps_job(base: str, needs: list[str], image: str, env: dict[str, str], ref: str) -> dict[str, Any]:
+    script = 'python -m miles_ci bot resolve-deps --image "$IMAGE" --image-tag "$IMAGE_TAG"'
+    steps = [checkout(ref=ref) if ref else checkout(name="Check out the harness"), setup_python(), install_ci()]
+    steps.append(
+        run(
+            "Resolve directives and the image key",
+            script,
+            env=env
+            | {"CADENCE": "${{ inputs.cadence || 'regular' }}", "GITHUB_TOKEN": "${{ github.token }}", "IMAGE": image},
+            step_id="deps",
+        )
+    )
+    permissions = READ | {"packages": "read", "pull-requests": "read"}
+    return job(steps=steps, permissions=permissions, needs=needs, condition=base, outputs=outputs_of("deps", DEPS))
+
+
+def _image_jobs(
+    base: str, before: list[str], image: str, env: dict[str, str], ref: str, *, build: bool
+) -> dict[str, Any]:
+    """resolve-deps, docker-build, resolve-image; `base` holds the row of the stages they serve."""
+    wanted = f"{output('resolve-deps', 'image_build')} == 'true'"
+    jobs: dict[str, Any] = {"resolve-deps": _deps_job(base, before, image, env, ref)}
+    ready = "true"
+    needs = [*before, "resolve-deps"]
+    if build:
+        jobs["docker-build"] = call(
+            "docker-build.yml",
+            permissions=READ | {"packages": "write"},
+            given={"image": image, "key": "${{ needs.resolve-deps.outputs.image_key }}", "ref": ref},
+            needs=needs,
+            condition=both(base, succeeded("resolve-deps"), wanted),
+        )
+        idle = both("needs.docker-build.result == 'skipped'", f"{output('resolve-deps', 'image_build')} != 'true'")
+        ready = either(succeeded("docker-build"), f"({idle})")
+        needs = [*needs, "docker-build"]
+    script = 'python -m miles_ci bot resolve-image --reference "$IMAGE_REFERENCE"'
+    env = {
+        "GITHUB_TOKEN": "${{ github.token }}",
+        "IMAGE_REFERENCE": "${{ needs.resolve-deps.outputs.image_reference }}",
+    }
+    jobs["resolve-image"] = job(
+        steps=[
+            checkout(name="Check out the harness", ref=ref or None),
+            setup_python(),
+            install_ci(),
+            run("Turn the tag into a digest", script, env=env, step_id="image"),
+        ],
+        permissions=READ | {"packages": "read"},
+        needs=needs,
+        condition=both(base, succeeded("resolve-deps"), ready),
+        outputs=outputs_of("image", ["image"]),
+    )
+    return jobs
+
+
+def _stage(fleet: Fleet, suite: str, *, ref: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
+    spec = fleet.suites[suite]
+    gate = spec.gate
+    gpu = spec.backend != "cpu"
+    chain = [*before, "plan", *(["resolve-deps", "resolve-image"] if gpu else [])]
+    needs = [*chain, *([gate] if gate else [])]
+    wanted = f"{output('plan', f'count-{suite}')} != '0'"
+    condition = both(ALIVE, *map(succeeded, chain), wanted, gate_row(gate))
+    given: dict[str, Any] = {
+        "artifact": f"{suite}-${{{{ matrix.shard }}}}",
+        "plan_digest": "${{ needs.plan.outputs.digest }}",
+        "ref": ref,
+        "shard": "${{ matrix.shard }}/${{ matrix.shards }}",
+        "suite": suite,
+        "timeout_minutes": -(-spec.timeout_s // 60) + EXTRA_MINUTES,
+    }
+    if gpu:
+        given |= {
+            "image": "${{ needs.resolve-image.outputs.image }}",
+            **({"plan": "plan-rocm"} if spec.backend == "rocm" else {}),
+            "megatron_sha": "${{ needs.resolve-deps.outputs.megatron_sha }}",
+            "runs_on": "${{ toJSON(matrix.runs_on) }}",
+            "sglang_sha": "${{ needs.resolve-deps.outputs.sglang_sha }}",
+        }
+    return call(
+        {"cpu": "_run-cpu-ci.yml", "cuda": "_run-ci.yml", "rocm": "_run-ci-rocm.yml"}[spec.backend],
+        permissions=READ,
+        given=dict(sorted(given.items())),
+        needs=needs,
+        condition=condition,
+        matrix=f"${{{{ fromJSON(needs.plan.outputs.matrix-{suite}) }}}}",
+        # The cards read suite and shard back from this name.
+        name=f"{suite} (${{{{ matrix.shard }}}}/${{{{ matrix.shards }}}})",
+    )
+
+
+def _gate_job(needs: list[str], suites: list[str], *, ref: str | None, lane: str = "") -> dict[str, Any]:
+    """`ref` None: the default branch's harness judges (privileged workflow)."""
+    script = 'python -m miles_ci bot gate --suites "$SUITES" --plan plan --results results --output merged'
+    env = {
+        "CANCELLED": "${{ steps.cancelled.outputs.value }}",
+        "NEEDS": "${{ toJSON(needs) }}",
+        "SUITES": " ".join(suites),
+    }
+    steps = [
+        run("Note a cancelled run", 'echo "value=true" >> "$GITHUB_OUTPUT"', when="cancelled()", step_id="cancelled"),
+        checkout(name="Check out the harness", ref=ref),
+        setup_python(),
+        install_ci(),
+        # By pattern: an absent plan is the gate's verdict to give, not a failed download.
+        download(pattern=f"plan{lane}", path="plan"),
+        download(pattern="results-*", path="results"),
+        run("Judge", script, env=env, step_id="gate"),
+        upload(f"merged{lane}", "merged", missing="warn"),
+    ]
+    steps = [step if "if" in step else {"name": step["name"], "if": "always()", **step} for step in steps]
+    return job(steps=steps, permissions=READ, needs=needs, condition="always()", minutes=15)
+
+
+def _concurrency(prefix: str, event: str) -> dict[str, Any]:
+    number = (
+        "github.event.pull_request.number || inputs.pull_number"
+        if event == "pull_request_target"
+        else "github.event.pull_request.number"
+    )
+    group = f"{prefix}-${{{{ {number} || (inputs.cadence && format('{{0}}-{{1}}', inputs.ref, inputs.cadence)) || github.run_id }}}}"
+    return {"group": group, "cancel-in-progress": f"${{{{ github.event_name == '{event}' }}}}"}
+
+
+def pr_test(fleet: Fleet) -> dict[str, Any]:
+    cpu, cuda = suites_of(fleet, "cpu"), suites_of(fleet, "cuda")
+    roots = sorted({root_gate(fleet, suite) for suite in cuda}, key=str)
+    gates = [root for root in roots if root is not None]
+    jobs: dict[str, Any] = {"plan": _plan_job(fleet, [*cpu, *cuda], ref=REF, rocm=False)}
+    jobs |= {suite: _stage(fleet, suite, ref=REF) for suite in cpu}
+    if cuda:
+        base = both(ALIVE, succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'", either(*map(gate_row, roots)))
+        env = {"IMAGE_TAG": "${{ inputs.image_tag }}"}
+        jobs |= _image_jobs(base, ["plan", *gates], default_image(fleet, "cuda"), env, REF, build=True)
+        jobs |= {suite: _stage(fleet, suite, ref=REF) for suite in cuda}
+    jobs["ci-gate"] = _gate_job(list(jobs), [*cpu, *cuda], ref=REF)
+    return {
+        "name": "PR Test",
+        "on": {
+            "pull_request": {"types": ["opened", "synchronize", "reopened", "labeled"]},
+            "merge_group": {"types": ["checks_requested"]},
+            "workflow_dispatch": {
+                "inputs": {
+                    "image_tag": {
+                        "description": "Image tag to test, empty for the default",
+                        "type": "string",
+                        "required": False,
+                        "default": "",
+                    },
+                    "labels": {
+                        "description": "run-ci labels, separated by spaces",
+                        "type": "string",
+                        "required": False,
+                        "default": "",
+                    },
+                }
+            },
+            "workflow_call": {"inputs": CALL_INPUTS},
+        },
+        "permissions": READ,
+        "concurrency": _concurrency("pr-test", "pull_request"),
+        "jobs": jobs,
+    }
+
+
+def default_image(fleet: Fleet, backend: str) -> str:
+    """The image of a backend: the first entry of `images` whose name begins with it."""
+    for name in fleet.images:
+        if name.startswith(backend):
+            return name
+    raise UsageError(f"registry.yaml: images has no entry for {backend}: add one whose name begins with '{backend}'")
+
+
+def pr_test_rocm(fleet: Fleet) -> dict[str, Any]:
+    rocm = suites_of(fleet, "rocm")
+    ref = "${{ needs.authorise.outputs.sha }}"
+    authorise = job(
+        steps=[
+            checkout(name="Check out the default branch", ref="${{ github.event.repository.default_branch }}"),
+            setup_python(),
+            install_ci(),
+            run(
+                "Is this exact commit allowed to run?",
+                "python -m miles_ci bot authorise",
+                env={
+                    "APP_ID": "${{ vars.MILES_CI_APP_ID }}",
+                    "CADENCE": "${{ inputs.cadence }}",
+                    "GITHUB_TOKEN": "${{ github.token }}",
+                    "PULL_NUMBER": "${{ github.event.pull_request.number || inputs.pull_number }}",
+                    "REF": "${{ inputs.ref || inputs.head_sha || github.event.pull_request.head.sha || github.sha }}",
+                },
+                step_id="authorise",
+            ),
+        ],
+        permissions={"checks": "read", "contents": "read", "pull-requests": "read"},
+        outputs=outputs_of("authorise", ["directives", "sha"]),
+    )
+    env = {"DIRECTIVES": "${{ needs.authorise.outputs.directives }}", "IMAGE_TAG": "${{ inputs.image_tag }}"}
+    jobs: dict[str, Any] = {
+        "authorise": authorise,
+        "plan": _plan_job(fleet, rocm, needs=("authorise",), ref=ref, rocm=True),
+    }
+    base = both(ALIVE, succeeded("authorise"), succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'")
+    jobs |= _image_jobs(base, ["authorise", "plan"], default_image(fleet, "rocm"), env, "", build=False)
+    jobs |= {suite: _stage(fleet, suite, ref=ref, before=("authorise",)) for suite in rocm}
+    jobs["ci-gate"] = _gate_job(list(jobs), rocm, ref=None, lane="-rocm")
+    return {
+        "name": "PR Test (ROCm)",
+        # The commit in the name is how a dispatched run is found again; the request id proves the dispatch.
+        "run-name": "ROCm ${{ inputs.head_sha || github.event.pull_request.head.sha || github.sha }} [${{ inputs.request_id }}]",
+        "on": {
+            "pull_request_target": {"types": ["opened", "synchronize", "reopened", "labeled"]},
+            "workflow_dispatch": {
+                "inputs": {
+                    "head_sha": {"description": "Approved commit, 40 hex digits", "type": "string", "required": True},
+                    "pull_number": {"description": "Pull request", "type": "string", "required": True},
+                    "request_id": {"description": "32 hex digits", "type": "string", "required": True},
+                }
+            },
+            "workflow_call": {"inputs": CALL_INPUTS},
+        },
+        "permissions": READ,
+        "concurrency": _concurrency("pr-test-rocm", "pull_request_target"),
+        "jobs": jobs,
+    }
+
+
+def documents(fleet: Fleet) -> dict[str, dict[str, Any]]:
+    found = {"pr-test.yml": pr_test(fleet)}
+    if suites_of(fleet, "rocm"):
+        found["pr-test-rocm.yml"] = pr_test_rocm(fleet)
+    return found

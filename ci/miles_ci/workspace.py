@@ -1,0 +1,83 @@
+"""The repository as every command sees it: root, fleet, scan, catalog, durations. Loaded once, on demand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+
+from miles_ci.declare.model import Scan
+from miles_ci.environment import read
+from miles_ci.errors import ConfigErrors, UsageError
+from miles_ci.fleet.load import REGISTRY, Reading, read_fleet
+from miles_ci.fleet.model import Fleet
+from miles_ci.plan.durations import TABLE, Durations
+from miles_ci.select.registrations import Catalog, build_catalog
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """`root` is the folder that holds registry.yaml; `today` is injectable for tests."""
+
+    root: Path
+    registry: Path
+    today: date | None = None
+
+    @classmethod
+    def find(cls, root: str | None = None, registry: str | None = None) -> Workspace:
+        """The workspace of `root`, by default the nearest folder upwards that holds registry.yaml."""
+        if root is None:
+            here = Path.cwd()
+            candidates = [folder for folder in (here, *here.parents) if (folder / REGISTRY).is_file()]
+            base = candidates[0] if candidates else here
+        else:
+            base = Path(root)
+            if not base.is_dir():
+                raise UsageError(f"--root {root}: no such folder")
+        path = Path(registry) if registry is not None else base / REGISTRY
+        return cls(base, path)
+
+    @property
+    def shown_registry(self) -> str:
+        try:
+            return self.registry.resolve().relative_to(self.root.resolve()).as_posix()
+        except ValueError:
+            return str(self.registry)
+
+    @cached_property
+    def reading(self) -> Reading:
+        """The registry with its findings and places. Raises `UsageError` when it cannot be read."""
+        try:
+            source = self.registry.read_bytes()
+        except OSError as error:
+            hint = "run from the repository, name it with --root or --registry, or start one with `miles-ci init`"
+            raise UsageError(f"{self.registry}: the registry cannot be read ({error.strerror}); {hint}") from error
+        return read_fleet(source, self.shown_registry, today=self.today)
+
+    @cached_property
+    def fleet(self) -> Fleet:
+        """Raises `ConfigErrors` with every error of the registry."""
+        if self.reading.fleet is None:
+            raise ConfigErrors(self.reading.errors)
+        return self.reading.fleet
+
+    @property
+    def cache_dir(self) -> Path:
+        configured = read("MILES_CI_CACHE_DIR")
+        return Path(configured) if configured else self.root / ".miles-ci"
+
+    @cached_property
+    def scan(self) -> Scan:
+        from miles_ci.declare.tree import scan_tree
+
+        return scan_tree(self.root, cache_dir=self.cache_dir)
+
+    @cached_property
+    def durations(self) -> Durations:
+        """Raises `UsageError` when the committed table is corrupt."""
+        return Durations.load(self.root / TABLE)
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        return build_catalog(self.scan, self.fleet, observed=self.durations.knows, today=self.today)

@@ -1,4 +1,0 @@
-"""What is said about results: tables and JUnit XML of one shard, the merge of all shards, analysis, cards.
-
-Reads what `ci.run` wrote; runs nothing itself.
-"""
