@@ -138,9 +138,7 @@ async def running_trainers(
 
 
 @contextlib.asynccontextmanager
-async def _reserved(
-    recipe: Recipe, placement: Placement, shared: Path, model_dir: Path
-) -> AsyncIterator[Reservation]:
+async def _reserved(recipe: Recipe, placement: Placement, shared: Path, model_dir: Path) -> AsyncIterator[Reservation]:
     """The placement's reservation, on nodes that see the folders."""
     reservation = await asyncio.to_thread(Reservation, placement, wait_s=recipe.run.timeout_s)
     try:

@@ -47,7 +47,11 @@ def joined_cluster(address: str) -> Iterator[None]:
     with keeping_signal_handlers(ray.shutdown) as connected:
         try:
             ray.init(
-                address=address, log_to_driver=False, configure_logging=False, namespace="miles", ignore_reinit_error=False
+                address=address,
+                log_to_driver=False,
+                configure_logging=False,
+                namespace="miles",
+                ignore_reinit_error=False,
             )
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

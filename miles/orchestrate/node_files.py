@@ -58,7 +58,9 @@ def check_nodes(reservation: Reservation, placement: Placement, run_folder: Path
     try:
         wanted = {str(path): fingerprint(path) for path in models}
         nodes = {bundle.node: number for number, bundle in enumerate(placement.bundles)}
-        looks = {node: reservation.task(missing, number).remote(marker, token, wanted) for node, number in nodes.items()}
+        looks = {
+            node: reservation.task(missing, number).remote(marker, token, wanted) for node, number in nodes.items()
+        }
         faults = [fault for node, look in looks.items() if (fault := _fault(placement, node, look))]
     finally:
         marker.unlink(missing_ok=True)
@@ -73,7 +75,9 @@ def _fault(placement: Placement, node: str, look: Any) -> str | None:
     try:
         lost = ray.get(look, timeout=6 * LOOK_S)
     except ray.exceptions.GetTimeoutError:
-        raise RunError(f"node {address}: no process answered within {6 * LOOK_S:g} s; run the same command again") from None
+        raise RunError(
+            f"node {address}: no process answered within {6 * LOOK_S:g} s; run the same command again"
+        ) from None
     except ray.exceptions.RayError as error:
         if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):
             last = str(error).strip().splitlines()[-1]
@@ -85,4 +89,3 @@ def _fault(placement: Placement, node: str, look: Any) -> str | None:
         f"node {address} does not see {' and '.join(lost)} as this node does; use storage that all nodes share under one "
         "path (run.directory or MILES_RUNS_DIR, model.path, algo.teacher)"
     )
-

@@ -102,7 +102,9 @@ class Placement:
         """(process, where it lives) for each rank and engine, for people."""
         for role, devices in (("trainer rank", self.trainer_devices), ("engine", self.engine_devices)):
             for number, device in enumerate(devices):
-                shared = " (shared)" if sum(o == device for o in (*self.trainer_devices, *self.engine_devices)) > 1 else ""
+                shared = (
+                    " (shared)" if sum(o == device for o in (*self.trainer_devices, *self.engine_devices)) > 1 else ""
+                )
                 where = f"{self.cluster.node(device.node).address} {device.kind}:{device.index}{shared}"
                 yield f"{role} {number}", where
 
@@ -125,12 +127,25 @@ def place(recipe: Recipe, cluster: ClusterFacts, *, engines: bool = True) -> Pla
         servers = _seat_engines(plan, rooms)
     seats = list(dict.fromkeys((*trainers, *servers)))
     devices = {seat: Device(seat.node, seat.kind, seat.index, bundle) for bundle, seat in enumerate(seats)}
-    return Placement(
+    placement = Placement(
         cluster=cluster,
         trainer_devices=tuple(devices[seat] for seat in trainers),
         engine_devices=tuple(devices[seat] for seat in servers),
         bundles=tuple(ResourceBundle(seat.node, seat.cpus, int(seat.kind == "cuda")) for seat in seats),
     )
+    if placement.leaves_the_driver and engines and not _is_loopback(recipe.engine.host):
+        raise PlacementError(
+            f"engine.host {recipe.engine.host} is one address, but the run leaves the node of the command; remove it, and "
+            "every engine listens on its node's own"
+        )
+    return placement
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def tensor_group(parallel: ParallelConfig) -> int:
@@ -191,8 +206,8 @@ class _Plan:
                 "or etp, or use nodes with more devices"
             )
         return PlacementError(
-            f"placement: {self.engines} engines (engine.count) do not find a process and a device on one node beside "
-            f"{self.world} trainer ranks ({self._there()}); lower engine.count, or use nodes with more CPUs"
+            f"placement: there is no process and device on one node for each of {_many(self.engines, 'engine')} "
+            f"(engine.count) beside {_many(self.world, 'trainer rank')} ({self._there()}); lower engine.count, or use nodes with more CPUs"
         )
 
     def _too_few(self, kind: Kind, trainers: int, engines: int, have: int) -> PlacementError:
@@ -200,12 +215,14 @@ class _Plan:
         ways = ["lower train.parallel" if trainers > 1 else "", "lower engine.count" if self.engines > 1 else ""]
         if kind == "cuda":
             ways += ["use placement.mode=colocated" if engines and trainers else ""]
-            ways += [f"set {key}=cpu" for key, count in (("train.device", trainers), ("engine.device", engines)) if count]
+            ways += [
+                f"set {key}=cpu" for key, count in (("train.device", trainers), ("engine.device", engines)) if count
+            ]
         ways.append("use a cluster with more nodes (cluster.address)")
         return PlacementError(
-            f"placement: needs {trainers} {unit}s for {_many(self.world, 'trainer rank')} + {engines} for "
-            f"{_many(self.engines, 'engine')} = {trainers + engines}, but {_many(len(self.cluster.nodes), 'node')} have "
-            f"{have} free ({self._there()}); {', '.join(filter(None, ways[:-1]))}{' or ' if any(ways[:-1]) else ''}{ways[-1]}"
+            f"placement: needs {_many(trainers, unit)} for {_many(self.world, 'trainer rank')} + {engines} for "
+            f"{_many(self.engines, 'engine')} = {trainers + engines}, but {_many(len(self.cluster.nodes), 'node')} "
+            f"{'has' if len(self.cluster.nodes) == 1 else 'have'} {have} free ({self._there()}); {', '.join(filter(None, ways[:-1]))}{' or ' if any(ways[:-1]) else ''}{ways[-1]}"
         )
 
     def _there(self) -> str:

@@ -15,6 +15,9 @@ from miles.config.validation import validate
 from miles.data.step_bundle import StepBundle, StepFailure, load_bundle
 from miles.orchestrate.actor_group import ActorGroup, running_trainers
 from miles.orchestrate.errors import RunError
+from miles.orchestrate.placed_cluster import placed_cluster
+from miles.orchestrate.placement import Placement
+from miles.recipe.placement import ClusterConfig
 from miles.recipe.schema import Recipe
 from miles.train.step_replay import COMPARED, ReplayReport, manifest_value
 
@@ -39,7 +42,8 @@ def replay(
     if overrides and mode == "bit":
         raise ConfigError(f"--set {overrides[0]}: identical bits need the recorded settings; use --mode close")
     bundle = load_bundle(folder)
-    recipe = _recipe(bundle, folder, overrides)
+    # Replayed here, or on the cluster of RAY_ADDRESS: the recorded one says where the run was.
+    recipe = _recipe(bundle, folder, overrides).model_copy(update={"cluster": ClusterConfig()})
     model_dir = model_folder(folder, Path(manifest_value(bundle, folder, "model_dir")), model)
     world = recipe.train.parallel.world_size
     if rank is not None and not 0 <= rank < world:

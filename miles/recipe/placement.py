@@ -43,4 +43,6 @@ def check_address(address: str) -> None:
         )
     found = re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):(\d{1,5})", address)
     if address not in ("local", "auto") and not (found and 0 < int(found[2]) < 65536):
-        raise ValueError(f"{address!r} is no address of a Ray cluster; use host:port, auto, or local for one of its own")
+        raise ValueError(
+            f"{address!r} is no address of a Ray cluster; use host:port, auto, or local for one of its own"
+        )

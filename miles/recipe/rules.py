@@ -225,7 +225,9 @@ RULES: tuple[Rule, ...] = (
     Rule("TEACHER", "Distillation needs a teacher's scores of the policy's answers.", _teacher),
     Rule("SUPPORT", "Exact KL is a sum over the sampler's support, so there must be one.", _support),
     Rule("ROLLOUT-MODE", "Only combinations that the loop drives may start.", _rollout_mode),
-    Rule("DEVICES", "The placement alone gives out devices, and colocated engines stand still while training.", _devices),
+    Rule(
+        "DEVICES", "The placement alone gives out devices, and colocated engines stand still while training.", _devices
+    ),
     Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
