@@ -18,10 +18,16 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from miles.algos import advantages as adv
+from miles.algos.advantages.gae import gae
+from miles.algos.advantages.grpo import grpo
+from miles.algos.advantages.reinforce_pp import reinforce_pp
+from miles.algos.advantages.reinforce_pp_baseline import reinforce_pp_baseline
+from miles.algos.advantages.rloo import rloo
+from miles.algos.advantages.whiten import whiten
 from miles.algos.config import AlgoConfig
 from miles.algos.kl import estimate
-from miles.algos.losses import Sequences, policy_loss, reduce_loss, value_loss
+from miles.algos.losses import policy_loss, reduce_loss, value_loss
+from miles.algos.sequences import Sequences
 from miles.data.batch import Denominators
 
 ROWS, WIDTH, GROUP = 12, 10, 4
@@ -60,27 +66,27 @@ def advantages(batch: Batch, core) -> dict[str, tuple[torch.Tensor, torch.Tensor
         return torch.from_numpy(per_rollout)[:, None] * batch.mask
 
     def whitened(flat: np.ndarray) -> torch.Tensor:
-        return adv.whiten(torch.from_numpy(flat), torch.from_numpy(batch.flat_mask)).reshape(ROWS, WIDTH)
+        return whiten(torch.from_numpy(flat), torch.from_numpy(batch.flat_mask)).reshape(ROWS, WIDTH)
 
     tokens = batch.token_rewards.flatten().double().numpy()
-    raw, returns = adv.gae(tokens, batch.values.flatten().numpy(), batch.flat_mask, batch.lengths, gamma=0.9, lam=0.8)
-    gae = core.compute_gae_advantage_return(batch.token_rewards, batch.values, batch.mask, 0.9, 0.8)
+    raw, returns = gae(tokens, batch.values.flatten().numpy(), batch.flat_mask, batch.lengths, gamma=0.9, lam=0.8)
+    theirs = core.compute_gae_advantage_return(batch.token_rewards, batch.values, batch.mask, 0.9, 0.8)
     arguments = (batch.token_rewards.clone(), batch.mask)
-    baseline = adv.reinforce_pp_baseline(rewards, index, everyone, np.arange(ROWS), batch.flat_mask, batch.lengths)
+    baseline = reinforce_pp_baseline(rewards, index, everyone, np.arange(ROWS), batch.flat_mask, batch.lengths)
     return {
         "grpo": (
-            spread(adv.grpo(rewards, index, everyone)),
+            spread(grpo(rewards, index, everyone)),
             core.compute_grpo_outcome_advantage(*arguments, index)[0],
         ),
         "Dr. GRPO": (
-            spread(adv.grpo(rewards, index, everyone, normalize_std=False)),
+            spread(grpo(rewards, index, everyone, normalize_std=False)),
             core.compute_grpo_outcome_advantage(*arguments, index, norm_adv_by_std_in_grpo=False)[0],
         ),
-        "rloo": (spread(adv.rloo(rewards, index, everyone)), core.compute_rloo_outcome_advantage(*arguments, index)[0]),
-        "gae, whitened": (whitened(raw) * batch.mask, gae[0] * batch.mask),
-        "gae returns": (torch.from_numpy(returns).reshape(ROWS, WIDTH), gae[1] * batch.mask),
+        "rloo": (spread(rloo(rewards, index, everyone)), core.compute_rloo_outcome_advantage(*arguments, index)[0]),
+        "gae, whitened": (whitened(raw) * batch.mask, theirs[0] * batch.mask),
+        "gae returns": (torch.from_numpy(returns).reshape(ROWS, WIDTH), theirs[1] * batch.mask),
         "reinforce++": (
-            whitened(adv.reinforce_pp(tokens, batch.flat_mask, batch.lengths, gamma=0.9)),
+            whitened(reinforce_pp(tokens, batch.flat_mask, batch.lengths, gamma=0.9)),
             core.compute_reinforce_plus_plus_outcome_advantage(*arguments, config=config)[0],
         ),
         "reinforce++ baseline": (

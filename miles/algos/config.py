@@ -5,11 +5,12 @@ Every combination that has no correct meaning is refused here, before anything s
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from miles.config import StrictModel
+from miles.algos.declared import Declared, Kind, check_name, declared, readers, unusable
+from miles.config import StrictModel, user_code
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -127,9 +128,19 @@ class ValueConfig(StrictModel):
     lr: float = Field(default=1e-3, gt=0.0)
 
 
+def _known(kind: Kind) -> AfterValidator:
+    def check(name: str) -> str:
+        check_name(kind, name)
+        return name
+
+    return AfterValidator(check)
+
+
 class AlgoConfig(StrictModel):
-    advantage: Literal["grpo", "rloo", "gae", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
-    loss: Literal["ppo_clip", "dual_clip", "gspo", "cispo", "sft"] = "ppo_clip"
+    """`advantage` and `loss` name a built-in one (`miles.algos.declared.BUILT_IN`) or code of the user's own."""
+
+    advantage: Annotated[str, _known("advantage")] = "grpo"
+    loss: Annotated[str, _known("loss")] = "ppo_clip"
     # GRPO divides by the group's standard deviation; false is Dr. GRPO.
     normalize_std: bool = True
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
@@ -160,22 +171,37 @@ class AlgoConfig(StrictModel):
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
 
     @property
+    def declared_advantage(self) -> Declared:
+        """What the estimator needs. For a user's own this imports it: `ConfigError` when it cannot be."""
+        return declared("advantage", self.advantage)
+
+    @property
+    def declared_loss(self) -> Declared:
+        """What the policy loss needs. For a user's own this imports it: `ConfigError` when it cannot be."""
+        return declared("loss", self.loss)
+
+    @property
     def needs_values(self) -> bool:
-        return self.advantage == "gae"
+        return self.declared_advantage.critic
+
+    @property
+    def declares_reference(self) -> bool:
+        """The estimator or the loss asks for the start policy's log-probs, beside any KL."""
+        return self.declared_advantage.reference or self.declared_loss.reference
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl.where != "none"
+        return self.kl.where != "none" or self.declares_reference
 
     @property
     def needs_reference_support(self) -> bool:
         """The reference is scored on every id of the sampler's supports instead of the drawn tokens."""
-        return self.needs_reference and self.kl.estimator == "support_exact"
+        return self.kl.where != "none" and self.kl.estimator == "support_exact"
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """The reward holds a KL of the policy before the step, and the rollout's own log-probs do not stand for it."""
-        return self.kl.where == "reward" and not self.correction.bypass
+        """The advantage compares the policy before the step, and the rollout's own log-probs do not stand for it."""
+        return (self.kl.where == "reward" or self.declared_advantage.reference) and not self.correction.bypass
 
     @property
     def needs_teacher(self) -> bool:
@@ -187,19 +213,54 @@ class AlgoConfig(StrictModel):
 
     def _idle_unless(self) -> tuple[tuple[str, bool, str], ...]:
         """(option, whether it acts, what it acts with): setting one that does not act is refused."""
-        rewarded = self.loss != "sft"
+        advantage, loss = self.declared_advantage, self.declared_loss
+
+        def read(kind: Kind, option: str) -> tuple[str, bool, str]:
+            reads = advantage.reads if kind == "advantage" else loss.reads
+            return option, option in reads, f"{kind}={readers(kind, option)}, or your own that declares it in `reads`"
+
         return (
-            ("normalize_std", self.advantage == "grpo", "advantage=grpo"),
-            ("gamma", self.advantage in ("gae", "reinforce_pp"), "advantage=gae or reinforce_pp"),
-            ("gae_lambda", self.advantage == "gae", "advantage=gae"),
-            ("value", self.advantage == "gae", "advantage=gae (it configures the critic)"),
+            *(read("advantage", option) for option in ("normalize_std", "gamma", "gae_lambda")),
+            ("value", advantage.critic, f"advantage={readers('advantage', 'value')} (it configures the critic)"),
             # The others learn from differences between groups too: equal rewards in a group are no reason to drop it.
-            ("zero_variance", self.advantage not in ("gae", "reinforce_pp"), "an advantage within groups"),
+            ("zero_variance", advantage.groups, "an advantage within groups"),
             ("teacher", self.opd_coef > 0.0, "opd_coef above 0"),
-            ("opd_coef", rewarded, "a loss that uses advantages, which sft does not"),
-            ("eps_clip", rewarded, "a loss that has a ratio, which sft has not"),
-            ("eps_clip_high", rewarded, "a loss that has a ratio, which sft has not"),
+            ("opd_coef", loss.advantages, "a loss that uses advantages"),
+            *(read("loss", option) for option in ("eps_clip", "eps_clip_high", "dual_clip_c")),
         )
+
+    def check_declared(self) -> None:
+        """Options against what the estimator and the loss declare: `ValueError`, or `ConfigError` for user code that
+        cannot be imported. Built-in ones are checked when the configuration is made, others where a recipe is checked.
+        """
+        kinds: tuple[tuple[Kind, str, Declared], ...] = (
+            ("advantage", self.advantage, self.declared_advantage),
+            ("loss", self.loss, self.declared_loss),
+        )
+        for kind, name, found in kinds:
+            for word in unusable(kind, found):
+                raise ValueError(f"algo.{kind} {name} declares {word}, which means nothing for a {kind}; remove it")
+            for option in found.reads:
+                if option not in AlgoConfig.model_fields:
+                    raise ValueError(
+                        f"algo.{kind} {name} declares that it reads {option!r}, which is no option of algo"
+                    )
+        for field, acts, where in self._idle_unless():
+            if not acts and getattr(self, field) != AlgoConfig.model_fields[field].get_default():
+                raise ValueError(f"algo.{field} has no effect here, it acts with {where}; remove it")
+        corrected = self.correction.active or self.correction.bypass or self.opsm is not None
+        if not self.declared_loss.advantages and (self.kl.where == "reward" or corrected):
+            raise ValueError(f"algo.loss {self.loss} uses no advantages: remove kl.where=reward, correction and opsm")
+        if self.kl.where == "reward" and not self.declared_advantage.token_rewards:
+            raise ValueError(
+                f"algo.advantage {self.advantage} has one reward per rollout and no per-token reward; use "
+                "kl.where=loss, or an advantage of gae, reinforce_pp or reinforce_pp_baseline"
+            )
+        if self.declares_reference and self.needs_reference_support:
+            raise ValueError(
+                "algo.kl.estimator support_exact scores the reference on supports, but algo.advantage or algo.loss "
+                "declares its log-probs of the drawn tokens; use kl.estimator k2"
+            )
 
     @model_validator(mode="after")
     def _is_consistent(self) -> AlgoConfig:
@@ -207,8 +268,6 @@ class AlgoConfig(StrictModel):
             raise ValueError(
                 f"algo.dual_clip_c is {self.dual_clip_c}; loss dual_clip needs a value above 1 (usually 3)"
             )
-        if self.loss != "dual_clip" and self.dual_clip_c is not None:
-            raise ValueError(f"algo.dual_clip_c has no effect with loss {self.loss}; use loss=dual_clip or remove it")
         if self.reduction == "fixed" and self.fixed_length is None:
             raise ValueError(
                 "algo.reduction fixed divides by N·L_max; set algo.fixed_length, e.g. rollout.max_new_tokens"
@@ -217,15 +276,6 @@ class AlgoConfig(StrictModel):
             raise ValueError(f"algo.fixed_length has no effect with reduction {self.reduction}; use reduction=fixed")
         if self.eps_clip >= 1.0:
             raise ValueError(f"algo.eps_clip is {self.eps_clip}; 1 - eps_clip must stay above 0")
-        corrected = self.correction.active or self.correction.bypass or self.opsm is not None
-        if self.loss == "sft" and (self.kl.where == "reward" or corrected):
-            raise ValueError("algo.loss sft uses no advantages: remove kl.where=reward, correction and opsm")
-        for field, acts, where in self._idle_unless():
-            if not acts and getattr(self, field) != AlgoConfig.model_fields[field].get_default():
-                raise ValueError(f"algo.{field} has no effect here, it acts with {where}; remove it")
-        if self.kl.where == "reward" and self.advantage in ("grpo", "rloo"):
-            raise ValueError(
-                f"algo.advantage {self.advantage} has one reward per rollout and no per-token reward; "
-                "use kl.where=loss, or an advantage of gae, reinforce_pp or reinforce_pp_baseline"
-            )
+        if not (user_code.is_reference(self.advantage) or user_code.is_reference(self.loss)):
+            self.check_declared()
         return self

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from miles.algos.config import CorrectionConfig
-from miles.algos.losses import LOG_RATIO_CLAMP, Sequences, masked
+from miles.algos.losses import LOG_RATIO_CLAMP, masked
+from miles.algos.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,10 @@ import torch
 from miles.algos.config import AlgoConfig
 from miles.algos.corrections import importance_weights
 from miles.algos.log_probs import check_temperature, target_check
-from miles.algos.losses import Sequences, masked, policy_loss
+from miles.algos.losses import masked, policy_loss
 from miles.algos.metrics import MetricSums, objective_metrics
 from miles.algos.objective import check_finite, distilled_advantages, old_log_probs, rollout_log_probs
+from miles.algos.sequences import Sequences
 from miles.data.tensors import BatchTensors
 from miles.kernels.log_probs import PolicyTerm, fused_policy_loss, scale_
 

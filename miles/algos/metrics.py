@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from miles.algos.corrections import ImportanceWeights
-    from miles.algos.losses import PolicyLoss, Sequences
+    from miles.algos.losses import PolicyLoss
+    from miles.algos.sequences import Sequences
     from miles.data.tensors import BatchTensors
 
 # name of the sum -> (metric, name of the sum it is divided by)

@@ -14,8 +14,9 @@ import torch
 from miles.algos.config import AlgoConfig
 from miles.algos.corrections import importance_weights, opsm_mask
 from miles.algos.kl import estimate
-from miles.algos.losses import Sequences, log_ratio, masked, policy_loss, reduce_loss, value_loss
+from miles.algos.losses import log_ratio, masked, policy_loss, reduce_loss, value_loss
 from miles.algos.metrics import MetricSums, objective_metrics
+from miles.algos.sequences import Sequences
 from miles.config import MilesError
 from miles.data.tensors import BatchTensors
 
@@ -48,7 +49,8 @@ def step_objective(
     old = log_probs.detach() if _is_on_policy(batch, config) else old_log_probs(batch, config)
     log_probs, old, mask, bad = check_finite(log_probs, old, batch, config)
     advantages = distilled_advantages(batch, old, mask, config)
-    policy = policy_loss(log_probs, old, advantages, mask, sequences, config)
+    reference = _reference(batch, config)
+    policy = policy_loss(log_probs, old, advantages, mask, sequences, config, ref_log_probs=reference)
     correction = None
     if config.correction.active:
         correction = importance_weights(old, rollout_log_probs(batch, config), mask, sequences, config.correction)
@@ -148,7 +150,7 @@ def _read_by_the_loss(
     read = {"log-prob": log_probs.detach(), "old log-prob": old, "advantage": batch.advantages}
     if config.correction.active and batch.rollout_log_probs is not None:
         read["rollout log-prob"] = batch.rollout_log_probs
-    if config.kl.where == "loss" and batch.ref_log_probs is not None:
+    if (config.kl.where == "loss" or config.declared_loss.reference) and batch.ref_log_probs is not None:
         read["reference log-prob"] = batch.ref_log_probs
     if config.opd_coef > 0.0 and batch.teacher_log_probs is not None:
         read["teacher log-prob"] = batch.teacher_log_probs
@@ -167,6 +169,18 @@ def distilled_advantages(
             "algo.opd_coef is above 0 but the samples have no teacher_log_probs; score them with a teacher"
         )
     return advantages - config.opd_coef * masked(old - batch.teacher_log_probs, mask)
+
+
+def _reference(batch: BatchTensors, config: AlgoConfig) -> torch.Tensor | None:
+    """The start policy's log-probs for a loss that declares them."""
+    if not config.declared_loss.reference:
+        return None
+    if batch.ref_log_probs is None:
+        raise ValueError(
+            f"algo.loss {config.loss} declares a reference, but the samples have no ref_log_probs; score them with the "
+            "reference model first"
+        )
+    return batch.ref_log_probs
 
 
 def _kl_term(

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from miles.algos import advantages as adv
+from miles.algos.advantages import AdvantageInputs, run_estimator
 from miles.algos.config import AlgoConfig
 from miles.data.batch import TrainBatch, build_batch
 from miles.data.counting import Counted, count_rollouts
 from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig, build_dp_schedule
+
+_CRITIC_HINT = "the advantage needs a critic's values; run the critic over the rollout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ def count_for(samples: Sequence[Sample], config: AlgoConfig) -> Counted:
         samples,
         mask_truncated=config.mask_truncated,
         zero_variance=config.zero_variance,
-        needs_reward=config.loss != "sft",
+        needs_reward=config.declared_loss.advantages,
     )
 
 
@@ -51,38 +53,29 @@ def estimate_advantages(samples: Sequence[Sample], counted: Counted, config: Alg
     """Advantages that `config.advantage` names, one array per sample. `ValueError` names the sample that lacks a field
     or whose reward is not finite."""
     lengths = np.array([s.response_length for s in samples], dtype=np.int64)
-    if config.loss == "sft":
+    if not config.declared_loss.advantages:
         return Advantages(_split(np.zeros(int(lengths.sum()), dtype=np.float32), lengths))
     _check_rewards(samples)
-    if config.advantage in ("grpo", "rloo"):
-        arguments = (counted.rewards, counted.group_index, counted.in_baseline)
-        per_rollout = (
-            adv.grpo(*arguments, normalize_std=config.normalize_std)
-            if config.advantage == "grpo"
-            else adv.rloo(*arguments)
-        )
-        per_token = np.repeat(per_rollout[counted.rollout_index], lengths)
-        return Advantages(_split(per_token, lengths))
+    needs = config.declared_advantage
     mask = np.concatenate(counted.masks) if len(samples) else np.zeros(0, dtype=np.uint8)
     kl = _reward_kl(samples, mask, config)
-    beta = config.kl.coef if config.kl.where == "reward" else 0.0
-    if config.advantage == "reinforce_pp_baseline":
-        raw = adv.reinforce_pp_baseline(
-            counted.rewards, counted.group_index, counted.in_baseline, counted.rollout_index, mask, lengths, kl, beta
-        )
-        return Advantages(_split(_whitened(raw, mask), lengths), kl=_mean(kl, mask))
-    outcome = np.where(counted.in_baseline, counted.rewards, 0.0)[counted.rollout_index]
-    rewards = adv.token_rewards(outcome, mask, lengths, kl, beta)
-    if config.advantage == "reinforce_pp":
-        raw = adv.reinforce_pp(rewards, mask, lengths, gamma=config.gamma)
-        return Advantages(_split(_whitened(raw, mask), lengths), kl=_mean(kl, mask))
-    if config.advantage != "gae":
-        raise ValueError(
-            f"unknown advantage {config.advantage!r}; choose grpo, rloo, gae, reinforce_pp or reinforce_pp_baseline"
-        )
-    values = _field(samples, "values", "algo.advantage gae needs a critic's values; run the critic over the rollout")
-    raw, returns = adv.gae(rewards, values, mask, lengths, gamma=config.gamma, lam=config.gae_lambda)
-    return Advantages(_split(_whitened(raw, mask), lengths), _split(returns, lengths), _mean(kl, mask))
+    hint = f"algo.advantage {config.advantage} declares a reference; score the samples before the advantages"
+    inputs = AdvantageInputs(
+        rewards=_read_only(np.where(counted.in_baseline, counted.rewards, 0.0)),
+        group_index=_read_only(counted.group_index),
+        in_baseline=_read_only(counted.in_baseline),
+        rollout_index=_read_only(counted.rollout_index),
+        lengths=_read_only(lengths),
+        mask=_read_only(mask.astype(bool)),
+        config=config,
+        kl=None if kl is None else _read_only(kl),
+        values=_read_only(_field(samples, "values", _CRITIC_HINT)) if needs.critic else None,
+        old_log_probs=_read_only(_field(samples, _policy_field(config), hint)) if needs.reference else None,
+        ref_log_probs=_read_only(_field(samples, "ref_log_probs", hint)) if needs.reference else None,
+    )
+    found = run_estimator(inputs)
+    returns = None if found.returns is None else _split(found.returns, lengths)
+    return Advantages(_split(found.advantages, lengths), returns, _mean(kl, mask))
 
 
 def prepare_steps(
@@ -191,10 +184,16 @@ def _mean(values: np.ndarray | None, mask: np.ndarray) -> float | None:
     return None if values is None else float(values[active].mean()) if active.any() else 0.0
 
 
-def _whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    import torch
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """A view that an estimator cannot write to: the arrays are the samples' and the denominators' too."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
-    return adv.whiten(torch.from_numpy(values), torch.from_numpy(mask)).numpy()
+
+def _policy_field(config: AlgoConfig) -> str:
+    """The samples' field that holds the policy before the step."""
+    return "rollout_log_probs" if config.correction.bypass else "old_log_probs"
 
 
 def _field(samples: Sequence[Sample], name: str, hint: str) -> np.ndarray:
@@ -212,6 +211,5 @@ def _reward_kl(samples: Sequence[Sample], mask: np.ndarray, config: AlgoConfig) 
     from miles.algos.kl import estimate
 
     hint = "algo.kl.where=reward compares them; compute both with Backend.log_probs before the advantages"
-    policy = "rollout_log_probs" if config.correction.bypass else "old_log_probs"
-    difference = _field(samples, policy, hint) - _field(samples, "ref_log_probs", hint)
+    difference = _field(samples, _policy_field(config), hint) - _field(samples, "ref_log_probs", hint)
     return estimate(config.kl.estimator, torch.from_numpy(np.where(mask.astype(bool), difference, 0.0))).numpy()

@@ -16,6 +16,7 @@ import numpy as np
 
 from miles.config import ConfigError
 from miles.config.files import write_atomic
+from miles.data.token_coverage import TokenCoverage
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -23,7 +24,8 @@ PAD, EOS = "<pad>", "<eos>"
 class Tokenizer:
     """Reads `tokenizer.json`, `tokenizer_config.json` of a model folder.
 
-    `eos_id` and `pad_id` are ints; a tokenizer without a padding token pads with `eos_id`.
+    `eos_id` and `pad_id` are ints; a tokenizer without a padding token pads with `eos_id`. What the files ask for and a
+    prompt must not suffer (cutting, padding, random splits) is switched off; `notes` says so.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -38,9 +40,24 @@ class Tokenizer:
             settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         except Exception as error:  # the Rust backend raises bare Exception on a damaged file
             raise ConfigError(f"tokenizer: cannot read {folder}: {error}") from error
+        self.notes = tuple(f"{file}: {note}" for note in _switch_off(self._backend))
+        self._coverage = TokenCoverage(self._backend)
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self.eos_id = self._special(settings, "eos_token", folder)
         self.pad_id = self._special(settings, "pad_token", folder) if settings.get("pad_token") else self.eos_id
+
+    @property
+    def added_tokens(self) -> dict[int, str]:
+        """Tokens that text is searched for before it is split, special ones among them; by id."""
+        return {index: token.content for index, token in self._backend.get_added_tokens_decoder().items()}
+
+    def text_of(self, index: int) -> str | None:
+        """A token as the vocabulary spells it; None for an id without one."""
+        return self._backend.id_to_token(index) if 0 <= index < 1 << 32 else None
+
+    def id_of(self, text: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        return self._backend.token_to_id(text)
 
     def _special(self, settings: dict[str, Any], key: str, folder: Path) -> int:
         token = settings.get(key)
@@ -53,12 +70,18 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """int64 [n]; `ConfigError` when a character has no token (a lost character would train silently)."""
         try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            lost = self._coverage.lost(text, encoding.ids, encoding.offsets)
         except Exception as error:  # the Rust backend raises bare Exception
             known = self._backend.get_vocab()
             lost = sorted({c for c in text if c not in known})
             raise ConfigError(f"tokenizer: {text[:40]!r} has characters without a token: {lost} ({error})") from error
-        return np.asarray(ids, dtype=np.int64)
+        if lost:
+            raise ConfigError(
+                f"tokenizer: {text[:40]!r} has characters without a token: {lost}; use a tokenizer that knows them, or "
+                "take them out of the data"
+            )
+        return np.asarray(encoding.ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
         return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special)
@@ -66,6 +89,21 @@ class Tokenizer:
     def decode_batch(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         lists = [row.tolist() if isinstance(row, np.ndarray) else list(map(int, row)) for row in rows]
         return self._backend.decode_batch(lists, skip_special_tokens=True)
+
+
+def _switch_off(backend: Any) -> list[str]:
+    """Clear what would change a prompt without a word; one line for each."""
+    notes = []
+    if backend.truncation is not None:
+        notes.append(f"truncation to {backend.truncation['max_length']} tokens is not applied: prompts are never cut")
+        backend.no_truncation()
+    if backend.padding is not None:
+        notes.append("padding is not applied: prompts stay as long as they are")
+        backend.no_padding()
+    if getattr(backend.model, "dropout", None):
+        notes.append("dropout of merges is not applied: a text always has the same tokens")
+        backend.model.dropout = None
+    return notes
 
 
 def build_char_tokenizer(alphabet: str, directory: str | os.PathLike[str]) -> Tokenizer:

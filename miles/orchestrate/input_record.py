@@ -2,7 +2,8 @@
 
 The recipe names paths only. A resumed run that found another data file or another model there would go on with them
 unnoticed, so size and sha256 are recorded at the start and compared at every resume. Left out: what installed
-packages generate (reasoning-gym), and files that a model folder holds but no run reads.
+packages generate (reasoning-gym), files that a model folder holds but no run reads, and what code of the user's own
+imports in its turn.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import shutil
 from pathlib import Path
 
-from miles.config import ConfigError
+from miles.config import ConfigError, user_code
 from miles.config.files import write_atomic
 from miles.orchestrate.errors import RunFolderError
 from miles.orchestrate.run_folder import RunFolder
@@ -58,7 +59,7 @@ def input_files(recipe: Recipe) -> list[Path]:
     for model in (recipe.model.path, recipe.algo.teacher):
         if model is not None:
             files += sorted(path for pattern in MODEL_FILES for path in Path(model).glob(pattern))
-    return files
+    return files + user_code.source_files(recipe.model_dump(mode="json"))
 
 
 def fingerprint(path: Path) -> Fingerprint:

@@ -49,7 +49,7 @@ def _ratio_options(recipe: Recipe) -> Iterator[Objection]:
         for name in ("eps_clip", "eps_clip_high")
         if _is_set(algo, name)
     ]
-    if algo.loss in ("dual_clip", "gspo", "cispo"):
+    if algo.declared_loss.ratio_only and algo.loss != "ppo_clip":
         idle.append(f"algo.loss {algo.loss} does what ppo_clip does")
     for said in idle:
         yield f"{said}: {reason}", f"{_several_steps(recipe)}, or algo.correction.bypass=true, or remove it"

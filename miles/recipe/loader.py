@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from miles.config import ConfigError
+from miles.config import ConfigError, user_code
 from miles.config.overrides import apply_overrides, merge
 from miles.config.validation import validate
 from miles.config.yaml_source import KeyPath, Position, YamlDocument, load_yaml
@@ -18,6 +18,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     document = load_yaml(path)
     data, base = _with_base(path, document)
     data, origin = apply_overrides(data, overrides)
+    # Also those of --set: one rule for where a path begins.
+    data = user_code.with_absolute_files(data, path.parent)
 
     def locate(key: KeyPath) -> Position | str | None:
         for end in range(len(key), 0, -1):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
-from miles.recipe import idle_rules, measured, nvfp4_rules
+from miles.recipe import idle_rules, measured, nvfp4_rules, tokenizer_files
 from miles.recipe.inputs import check_files, first_prompts
 from miles.recipe.schema import Recipe
 
@@ -34,12 +34,14 @@ class Finding:
 class Facts:
     """What the rules may know beside the recipe. `hf_config`: the model's config.json, or what it will be.
 
-    `longest_prompt`: tokens of the longest among the prompts that come first.
+    `longest_prompt`: tokens of the longest among the prompts that come first. `tokenizer`: what its files ask for that
+    a run does otherwise.
     """
 
     hf_config: Mapping[str, Any]
     where: str
     longest_prompt: int = 1
+    tokenizer: tuple[tokenizer_files.Objection, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,25 @@ def model_facts(recipe: Recipe) -> Facts:
 
     if recipe.model.path is not None:
         path = Path(recipe.model.path)
-        return Facts(read_hf_config(path), str(path / "config.json"))
+        said = tuple(tokenizer_files.objections(path))
+        return Facts(read_hf_config(path), str(path / "config.json"), tokenizer=said)
     from miles.data.tasks import build_task
 
     vocabulary = len(dict.fromkeys(build_task(recipe.data, recipe.seed).alphabet)) + 2
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     family = registry.by_name(recipe.model.family)
     return Facts(family.hf_config(recipe.model.create, vocabulary, special), "model.create")
+
+
+def _user_code(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    """Estimator and loss of the user's own: imported, asked for their needs, and these compared with the options."""
+    del facts
+    try:
+        recipe.algo.check_declared()
+        recipe.check_group_size()
+    except (ConfigError, ValueError) as error:
+        message, _, fix = str(error).partition("; ")
+        yield Finding("USER-CODE", "error", message, fix)
 
 
 def _parallelism(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -126,6 +140,12 @@ def _stop_ids(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("STOP-IDS", "error", message, "name ids of the model's tokenizer")
 
 
+def _tokenizer(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del recipe
+    for severity, message, fix in facts.tokenizer:
+        yield Finding("TOKENIZER", severity, message, fix)
+
+
 def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     from miles.rollout.rewards import build_reward
 
@@ -172,8 +192,11 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         )
         fix = "set data.global_batch_size below the step's rollouts, or algo.correction.bypass=true, or remove opsm"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
-    if recipe.algo.loss == "sft":
-        message = "algo.loss sft repeats every answer whatever its reward, and the loop's answers are the policy's own"
+    if not recipe.algo.declared_loss.advantages:
+        message = (
+            f"algo.loss {recipe.algo.loss} repeats every answer whatever its reward, and the loop's answers are the "
+            "policy's own"
+        )
         fix = "use algo.loss=ppo_clip; supervised data goes through miles.algos.step_batches.prepare_steps"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
     if engine.engine != "embedded":
@@ -218,7 +241,9 @@ def _validation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("VALIDATION", "warning", message, "compare the first run with care")
 
 
+USER_CODE = Rule("USER-CODE", "Code of your own must import, take its arguments and get what it declares.", _user_code)
 RULES: tuple[Rule, ...] = (
+    USER_CODE,
     Rule("FAMILY", "The recipe's family must be the one that the checkpoint states.", _family),
     Rule("PARALLEL", "Heads, KV groups, layers and experts must divide over the mesh.", _parallelism),
     Rule("SEQ-FIT", "Prompt and response must fit the model's positions.", _sequence_fits),
@@ -229,6 +254,7 @@ RULES: tuple[Rule, ...] = (
         "DEVICES", "The placement alone gives out devices, and colocated engines stand still while training.", _devices
     ),
     Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
+    Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
     Rule("IDLE", "An option that acts nowhere in this run promises what does not happen.", _idle),
@@ -239,6 +265,8 @@ RULES: tuple[Rule, ...] = (
 
 def check(recipe: Recipe, facts: Facts) -> list[Finding]:
     """All findings, errors first, in the order of `RULES`."""
+    if broken := list(USER_CODE.check(recipe, facts)):
+        return broken  # the other rules ask it what it needs
     findings = [finding for rule in RULES for finding in rule.check(recipe, facts)]
     return sorted(findings, key=lambda finding: finding.severity != "error")
 

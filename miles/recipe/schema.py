@@ -9,13 +9,13 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from miles.algos.config import AlgoConfig
-from miles.config import StrictModel, metric_names
+from miles.config import StrictModel, metric_names, user_code
 from miles.data.config import DataConfig
 from miles.models.config import ModelConfig
 from miles.quant.config import QuantConfig
 from miles.recipe.placement import ClusterConfig, PlacementConfig
 from miles.recipe.run import Expectation, RunConfig, Validation
-from miles.rollout.config import EngineConfig, RolloutConfig, check_group_size
+from miles.rollout.config import EngineConfig, RolloutConfig
 from miles.sync.config import SyncConfig
 from miles.train.config import TrainConfig
 
@@ -43,7 +43,8 @@ class Recipe(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        check_group_size(self.rollout, self.algo.advantage)
+        if not user_code.is_reference(self.algo.advantage):
+            self.check_group_size()
         if self.run.evaluate_prompts and self.data.held_out_fraction == 0.0:
             raise ValueError(
                 "run.evaluate_prompts asks for held-out prompts but data.held_out_fraction is 0; "
@@ -61,6 +62,14 @@ class Recipe(StrictModel):
             if (fault := metric_names.fault(name)) is not None:
                 raise ValueError(f"{key}: {name} {fault}")
         return self
+
+    def check_group_size(self) -> None:
+        """`ValueError` when the advantage compares the samples of a group and a group has one sample."""
+        if self.rollout.group_size == 1 and self.algo.declared_advantage.groups:
+            raise ValueError(
+                f"rollout.group_size is 1 but algo.advantage {self.algo.advantage} compares the samples of a group, so "
+                "every advantage would be 0; raise rollout.group_size to 2 or more, or choose reinforce_pp or gae"
+            )
 
     @property
     def several_steps(self) -> bool:

@@ -118,18 +118,6 @@ class RolloutConfig(StrictModel):
         return self.filters.starvation_limit or 64 * self.batch_groups
 
 
-GROUP_RELATIVE_ADVANTAGES = frozenset({"grpo", "rloo", "reinforce_pp_baseline"})
-
-
-def check_group_size(rollout: RolloutConfig, advantage: str) -> None:
-    """`ValueError` when the advantage compares the samples of a group and a group has one sample."""
-    if rollout.group_size == 1 and advantage in GROUP_RELATIVE_ADVANTAGES:
-        raise ValueError(
-            f"rollout.group_size is 1 but algo.advantage {advantage} compares the samples of a group, so every "
-            "advantage would be 0; raise rollout.group_size to 2 or more, or choose reinforce_pp or gae"
-        )
-
-
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 import string
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from miles.config import ConfigError
+from miles.config import ConfigError, user_code
 from miles.data.sample import Sample
 from miles.rollout.errors import RewardError
 from miles.rollout.rewards import RewardContext, RewardFn, Value
@@ -176,40 +174,20 @@ def remote_http(options: dict[str, Any]) -> RewardFn:
 
 
 def python(options: dict[str, Any]) -> RewardFn:
-    """`path` "package.module:function": (completion, answer, metadata) -> reward. Called in threads of the driver."""
+    """`path` "package.module:function": (completion, answer, metadata) -> reward. Called in threads of the driver.
+
+    A file of the user's own is "python:path/to/file.py:function".
+    """
     path = _options("python", options, path=(str, None))["path"]
-    function = _imported(path)
+    reference = path if user_code.is_reference(path) else user_code.PREFIX + path
+    function = user_code.load(
+        reference, option="rollout.reward.options.path", parameters=("completion", "answer", "metadata")
+    )
 
     def score(ctx: RewardContext, sample: Sample, completion: str) -> Value:
         return function(completion, ctx.prompt.answer, ctx.prompt.metadata)
 
     return RewardFn(path, score)
-
-
-def _imported(path: str) -> Callable[[str, str, dict[str, Any]], Value]:
-    option = "rollout.reward.options.path"
-    module_name, _, name = path.partition(":")
-    if not module_name or not name.isidentifier():
-        raise ConfigError(f"{option}: {path!r} names no function; write it as package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module is the user's: whatever it does on import is reported with its place
-        raise ConfigError(
-            f"{option}: cannot import {module_name}: {type(error).__name__}: {error}; fix it, install the package or "
-            "add its folder to PYTHONPATH"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"{option}: {module_name} has no function {name}; define it there")
-    try:
-        inspect.signature(function).bind("completion", "answer", {})
-    except TypeError as error:
-        raise ConfigError(
-            f"{option}: {path} does not take three arguments: {error}; define {name}(completion, answer, metadata)"
-        ) from None
-    except ValueError:
-        pass  # a function without a signature (written in C) is tried when it is called
-    return function
 
 
 def math_boxed(options: dict[str, Any]) -> RewardFn:

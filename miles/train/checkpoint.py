@@ -59,6 +59,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: Path) -> Manifest:
+        """`CheckpointError` for anything but a manifest of this schema."""
         try:
             values = json.loads(text)
             if values["schema"] != SCHEMA:
@@ -66,8 +67,11 @@ class Manifest:
                     f"{where}: schema {values['schema']} is not {SCHEMA}; use the version that wrote it"
                 )
             values["files"] = [FileRecord(**record) for record in values["files"]]
+            for record in values["files"]:
+                if not isinstance(record.name, str) or Path(record.name).name != record.name:
+                    raise CheckpointError(f"{where}: {record.name!r} is no file of this folder")
             return cls(**values)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise CheckpointError(f"{where}: not a checkpoint manifest: {error}") from None
 
 
@@ -161,10 +165,10 @@ def find(directory: Path) -> Found:
         ]
         for name in _candidates(directory):
             path = directory / name
-            if not (path / "COMPLETE").exists():
-                skipped.append(Skipped(name, "not complete: COMPLETE is missing"))
-                continue
             try:
+                if not _is_complete(path):
+                    skipped.append(Skipped(name, "not complete: COMPLETE is missing"))
+                    continue
                 return Found(path, verify(path), tuple(skipped))
             except CheckpointError as error:
                 damaged = True
@@ -178,24 +182,42 @@ def find(directory: Path) -> Found:
 
 
 def verify(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose every file has the recorded size and sha256."""
-    try:
-        text = (path / "manifest.json").read_bytes()
-        expected = (path / "COMPLETE").read_text().strip()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    if hashlib.sha256(text).hexdigest() != expected:
-        raise CheckpointError(f"{path / 'manifest.json'}: differs from the sha256 in COMPLETE; the file was changed")
-    manifest = Manifest.from_json(text.decode(), path / "manifest.json")
+    """The manifest of a checkpoint whose every file has the recorded size and sha256; `CheckpointError` otherwise."""
+    complete, listing = path / "COMPLETE", path / "manifest.json"
+    expected, text = _read(complete), _read(listing)
+    if re.fullmatch(rb"[0-9a-f]{64}\n", expected) is None:
+        raise CheckpointError(f"{complete}: holds no sha256; the file was changed")
+    if hashlib.sha256(text).hexdigest() != expected.decode().strip():
+        raise CheckpointError(f"{listing}: differs from the sha256 in COMPLETE; one of the two was changed")
+    manifest = Manifest.from_json(text.decode(errors="replace"), listing)
     for record in manifest.files:
-        file = path / record.name
-        if not file.exists():
-            raise CheckpointError(f"{file}: file is missing")
-        if file.stat().st_size != record.size:
-            raise CheckpointError(f"{file}: expected {record.size} bytes, got {file.stat().st_size}")
-        if (digest := _sha256(file)) != record.sha256:
-            raise CheckpointError(f"{file}: expected sha256 {record.sha256}, got {digest}; the file was changed")
+        _verify_file(path / record.name, record)
     return manifest
+
+
+def _verify_file(file: Path, record: FileRecord) -> None:
+    try:
+        size = file.stat().st_size
+        if not file.is_file():
+            raise CheckpointError(f"{file}: is not a file")
+        if size != record.size:
+            raise CheckpointError(f"{file}: expected {record.size} bytes, got {size}")
+        digest = _sha256(file)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: file is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+    if digest != record.sha256:
+        raise CheckpointError(f"{file}: expected sha256 {record.sha256}, got {digest}; the file was changed")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: is not a file")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _sha256(path: Path) -> str:
@@ -203,11 +225,25 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _is_complete(path: Path) -> bool:
+    """Whether the save came to its end; `CheckpointError` when that cannot be seen."""
+    try:
+        (path / "COMPLETE").lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    return True
+
+
 def _candidates(directory: Path) -> list[str]:
     """Names `iter_<n>` and `iter_<n>.old`, newest first."""
-    found = [match for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    try:
+        found = [match for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be read: {error.strerror}") from None
     return [match.group() for match in sorted(found, key=lambda m: (-int(m.group(1)), bool(m.group(2))))]
 
 
 def _complete_names(directory: Path) -> list[str]:
-    return [name for name in _candidates(directory) if (directory / name / "COMPLETE").exists()]
+    return [name for name in _candidates(directory) if os.path.lexists(directory / name / "COMPLETE")]

@@ -57,3 +57,45 @@ def test_two_ranks_balanced_by_flops_train_the_same_first_step_as_one(runs):
     assert two["data/balance_max_over_mean"] == pytest.approx(1.0, abs=0.02)
     for name in ("train/loss", "train/grad_norm", "train/entropy"):
         assert two[name] == pytest.approx(one[name], rel=1e-4)
+
+
+OWN = """
+import numpy as np
+import torch
+from miles.algos.advantages import declares
+
+
+@declares(groups=True)
+def against_the_mean(inputs):
+    out = np.zeros_like(inputs.rewards)
+    for group in np.unique(inputs.group_index):
+        members = (inputs.group_index == group) & inputs.in_baseline
+        out[members] = inputs.rewards[members] - inputs.rewards[members].mean()
+    return inputs.per_token(out)
+
+
+@declares(reads=("eps_clip",))
+def clipped(inputs):
+    ratio = inputs.log_ratio().exp()
+    bounded = ratio.clamp(inputs.low, inputs.high)
+    return torch.maximum(-ratio * inputs.advantages, -bounded * inputs.advantages)
+
+
+def broken(inputs):
+    return inputs.log_probs / inputs.no_such_field
+"""
+
+
+def test_an_advantage_and_a_loss_of_ones_own_train_as_the_built_in_ones_they_repeat(runs, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    names = (f"algo.advantage=python:{path}:against_the_mean", f"algo.loss=python:{path}:clipped")
+    own = finished(runs, "own", *names)
+    built_in = finished(runs, "built_in", "algo.normalize_std=false")
+    for mine, theirs in zip(own, built_in, strict=True):
+        for name in ("train/loss", "train/grad_norm", "rollout/reward_mean"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-9)
+    failed = runs.run("broken", *SHORT, f"algo.loss=python:{path}:broken")
+    assert failed.returncode == 2
+    assert f"algo.loss: python:{path}:broken raised AttributeError" in failed.stderr
+    assert 'own.py", line' in failed.stderr

@@ -44,7 +44,8 @@ def main() -> int:
 
 
 def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
-    from miles.rollout.engines.embedded.checkpoint import eos_token_ids, load_weights, read_config
+    from miles.data.end_tokens import read_end_tokens
+    from miles.rollout.engines.embedded.checkpoint import load_weights, read_config
 
     hf_config = read_config(model_dir)  # before the import of torch: a wrong folder is reported at once
     import torch
@@ -74,7 +75,7 @@ def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
         invariant = dtype == torch.float32 and rows_are_independent(model.parameters().values())
     scheduler = Scheduler(batch, after_update=refresh)
     threading.Thread(target=scheduler.run, name="engine", daemon=True).start()
-    eos = tuple(eos_token_ids(model_dir, hf_config))
+    eos = read_end_tokens(model_dir).ids
     limits = Limits(model.vocab_size, model.context_length, config.max_total_tokens, eos)
     info = {
         "engine": "embedded",

@@ -28,22 +28,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def eos_token_ids(directory: Path, config: Mapping[str, Any]) -> list[int]:
-    """End-of-sequence ids: of generation_config.json when it names any, else of config.json; sorted."""
-    value = config.get("eos_token_id")
-    path = directory / "generation_config.json"
-    if path.is_file():
-        try:
-            generation = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise EngineModelError(f"{path}: not JSON: {error}") from error
-        if generation.get("eos_token_id") is not None:
-            value = generation["eos_token_id"]
-    if value is None:
-        return []
-    return sorted({int(v) for v in (value if isinstance(value, list) else [value])})
-
-
 def weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():

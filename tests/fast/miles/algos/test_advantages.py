@@ -8,7 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.algos import advantages as adv
+from miles.algos.advantages.gae import gae
+from miles.algos.advantages.grpo import grpo
+from miles.algos.advantages.reinforce_pp import reinforce_pp
+from miles.algos.advantages.reinforce_pp_baseline import reinforce_pp_baseline
+from miles.algos.advantages.rloo import rloo
+from miles.algos.advantages.token_returns import token_rewards
+from miles.algos.advantages.whiten import whiten
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig
 from miles.algos.step_batches import count_for, estimate_advantages, prepare_steps
 from miles.data.schedule import ScheduleConfig
@@ -27,26 +33,26 @@ def configured(advantage: str) -> AlgoConfig:
 def test_grpo_by_hand():
     rewards = np.array([1.0, 0.0, 0.5, 0.5])
     std = np.sqrt(2 * 0.25 / 3)
-    np.testing.assert_allclose(adv.grpo(rewards, ONE_GROUP, ALL), (rewards - 0.5) / (std + 1e-6), rtol=1e-6, atol=0)
-    np.testing.assert_allclose(adv.grpo(rewards, ONE_GROUP, ALL, normalize_std=False), rewards - 0.5)
+    np.testing.assert_allclose(grpo(rewards, ONE_GROUP, ALL), (rewards - 0.5) / (std + 1e-6), rtol=1e-6, atol=0)
+    np.testing.assert_allclose(grpo(rewards, ONE_GROUP, ALL, normalize_std=False), rewards - 0.5)
 
 
 def test_rloo_by_hand():
     rewards = np.array([1.0, 0.0, 0.5, 0.1])
     expected = [r - (rewards.sum() - r) / 3 for r in rewards]
-    np.testing.assert_allclose(adv.rloo(rewards, ONE_GROUP, ALL), expected, rtol=1e-6)
+    np.testing.assert_allclose(rloo(rewards, ONE_GROUP, ALL), expected, rtol=1e-6)
 
 
 def test_rollouts_outside_the_baseline_move_nobody():
     rewards = np.array([1.0, 0.0, np.nan, 7.0])
     baseline = np.array([True, True, False, False])
-    for estimator in (adv.grpo, adv.rloo):
+    for estimator in (grpo, rloo):
         with_others = estimator(rewards, ONE_GROUP, baseline)
         alone = estimator(rewards[:2], ONE_GROUP[:2], ALL[:2])
         np.testing.assert_array_equal(with_others, [*alone, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("estimator", [adv.grpo, adv.rloo])
+@pytest.mark.parametrize("estimator", [grpo, rloo])
 def test_group_of_one_and_equal_rewards_are_zero(estimator):
     groups = np.array([0, 1, 1, 2, 2])
     rewards = np.array([5.0, 0.3, 0.3 + 1e-9, 1.0, 0.0])
@@ -55,7 +61,7 @@ def test_group_of_one_and_equal_rewards_are_zero(estimator):
     assert out[3] > 0 > out[4]
 
 
-@pytest.mark.parametrize("estimator", [adv.grpo, adv.rloo])
+@pytest.mark.parametrize("estimator", [grpo, rloo])
 def test_variance_1e6_equal_values(estimator):
     assert estimator(np.full(4, 1e6), ONE_GROUP, ALL).tolist() == [0.0] * 4
     ramp = 1e6 + np.array([0.0, 1.0, 2.0, 3.0])
@@ -64,7 +70,7 @@ def test_variance_1e6_equal_values(estimator):
 
 def test_whitening_of_equal_large_values_stays_near_zero():
     for value in (1e6, 123456.78, -1e6):
-        out = adv.whiten(torch.full((1000,), value), torch.ones(1000))
+        out = whiten(torch.full((1000,), value), torch.ones(1000))
         assert torch.isfinite(out).all()
         assert float(out.abs().max()) <= 1e-4
 
@@ -82,9 +88,9 @@ def test_reinforce_pp_tells_large_rewards_apart_that_differ_little(make_samples)
 
 
 def test_whitening_of_nothing_or_one_value_is_zero():
-    assert adv.whiten(torch.tensor([3.0, 4.0]), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
-    assert adv.whiten(torch.tensor([3.0, 4.0]), torch.tensor([1, 0])).tolist() == [0.0, 0.0]
-    assert adv.whiten(torch.zeros(0), torch.zeros(0)).shape == (0,)
+    assert whiten(torch.tensor([3.0, 4.0]), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+    assert whiten(torch.tensor([3.0, 4.0]), torch.tensor([1, 0])).tolist() == [0.0, 0.0]
+    assert whiten(torch.zeros(0), torch.zeros(0)).shape == (0,)
 
 
 def loop_gae(rewards, values, mask, gamma, lam):
@@ -111,7 +117,7 @@ def test_gae_equals_the_textbook_recursion_on_trainable_tokens(masks, gamma, lam
     mask = np.array([x for m in masks for x in m], dtype=np.uint8)
     rewards, values = rng.standard_normal((2, len(mask)))
     rewards = np.where(mask, rewards, 0.0)
-    out, returns = adv.gae(rewards, values, mask, lengths, gamma=gamma, lam=lam)
+    out, returns = gae(rewards, values, mask, lengths, gamma=gamma, lam=lam)
     ends = np.cumsum(lengths)
     expected = [
         loop_gae(rewards[e - n : e], values[e - n : e], mask[e - n : e], gamma, lam)
@@ -126,7 +132,7 @@ def test_the_reward_lands_on_the_last_trainable_token():
     mask = np.array([1, 1, 0, 0, 0, 1, 0, 1], dtype=np.uint8)
     lengths = np.array([3, 2, 3])
     kl = np.full(8, 2.0)
-    out = adv.token_rewards(np.array([10.0, 20.0, 30.0]), mask, lengths, kl, 0.5)
+    out = token_rewards(np.array([10.0, 20.0, 30.0]), mask, lengths, kl, 0.5)
     # The second sequence has no trainable token: its reward goes nowhere.
     assert out.tolist() == [-1.0, 9.0, 0.0, 0.0, 0.0, -1.0, 0.0, 29.0]
 
@@ -134,12 +140,12 @@ def test_the_reward_lands_on_the_last_trainable_token():
 def test_reinforce_pp_by_hand():
     rewards = np.array([0.0, 0.0, 1.0, 0.0, 2.0])
     mask = np.array([1, 0, 1, 1, 1], dtype=np.uint8)
-    out = adv.reinforce_pp(rewards, mask, np.array([3, 2]), gamma=0.5)
+    out = reinforce_pp(rewards, mask, np.array([3, 2]), gamma=0.5)
     assert out.tolist() == [0.5, 0.0, 1.0, 1.0, 2.0]
 
 
 def test_reinforce_pp_baseline_subtracts_the_group_mean_and_the_kl():
-    out = adv.reinforce_pp_baseline(
+    out = reinforce_pp_baseline(
         np.array([1.0, 0.0]), np.zeros(2, dtype=int), np.ones(2, dtype=bool), np.array([0, 1]),
         np.array([1, 1, 1, 0], dtype=np.uint8), np.array([2, 2]), np.array([1.0, 2.0, 3.0, 4.0]), 0.1,
     )  # fmt: skip
@@ -227,7 +233,7 @@ def test_whiten_equals_single_process_for_dp_cp_layouts(gloo_ranks):
     """dp 2 x cp 2, nine tokens, one rank's slice empty; statistics span all four ranks."""
     values = torch.tensor([3.0, -1.0, 4.0, 1.0, -5.0, 9.0, 2.0, 6.0, -5.0])
     mask = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1])
-    single = adv.whiten(values, mask)
+    single = whiten(values, mask)
     for split in ([2, 2, 2, 3], [4, 0, 5, 0], [0, 0, 0, 9], [1, 6, 0, 2]):
         bounds = np.cumsum([0, *split])
 
@@ -235,7 +241,7 @@ def test_whiten_equals_single_process_for_dp_cp_layouts(gloo_ranks):
             import torch.distributed as dist
 
             part = slice(bounds[rank], bounds[rank + 1])
-            return adv.whiten(values[part], mask[part], group=dist.group.WORLD).tolist()
+            return whiten(values[part], mask[part], group=dist.group.WORLD).tolist()
 
         joined = torch.tensor([x for part in gloo_ranks(4, work, limit_s=20) for x in part])
         torch.testing.assert_close(joined, single, rtol=1e-6, atol=1e-7)

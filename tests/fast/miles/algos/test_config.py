@@ -11,7 +11,7 @@ from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfi
     [
         ({"loss": "dual_clip"}, "dual_clip_c is None; loss dual_clip needs a value above 1"),
         ({"loss": "dual_clip", "dual_clip_c": 1.0}, "dual_clip_c is 1.0"),
-        ({"dual_clip_c": 3.0}, "no effect with loss ppo_clip"),
+        ({"dual_clip_c": 3.0}, "algo.dual_clip_c has no effect here, it acts with loss=dual_clip"),
         ({"reduction": "fixed"}, "set algo.fixed_length"),
         ({"fixed_length": 8}, "no effect with reduction rollout_mean"),
         ({"eps_clip": 1.0}, "1 - eps_clip must stay above 0"),
@@ -27,6 +27,11 @@ from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfi
         ({"value": ValueConfig(lr=0.1)}, "algo.value has no effect"),
         ({"advantage": "gae", "zero_variance": "drop"}, "algo.zero_variance .* an advantage within groups"),
         ({"los": "ppo_clip"}, "los"),
+        ({"loss": "ppo_clipp"}, "unknown loss 'ppo_clipp'; did you mean 'ppo_clip'.*your own code: python:package"),
+        ({"advantage": "gropo"}, "unknown advantage 'gropo'; did you mean 'grpo'"),
+        ({"advantage": "python:"}, "'python:' names no function; write it as python:package.module:function"),
+        ({"advantage": "python:a b:f"}, "names no function"),
+        ({"loss": "python:/x/y.py:2f"}, "names no function"),
         ({"eps_clip": "0.2"}, "eps_clip"),
     ],
 )

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from miles.algos.config import CorrectionConfig, RejectConfig
 from miles.algos.corrections import importance_weights
-from miles.algos.losses import Sequences
+from miles.algos.sequences import Sequences
 
 LN2 = math.log(2.0)
 # Two sequences of three tokens; the last token of the first is masked and wild.

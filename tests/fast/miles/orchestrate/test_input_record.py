@@ -65,6 +65,16 @@ def test_run_that_saved_nothing_takes_the_new_content_and_makes_its_model_again(
     start(reads_file)
 
 
+def test_changed_code_of_one_s_own_is_refused_on_resume(recipe: Make, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("def f(inputs):\n    return inputs.per_token(inputs.rewards)\n")
+    given = recipe(algo={"advantage": f"python:{own}:f"})
+    start(given, checkpoint=True)
+    own.write_text(own.read_text().replace("rewards", "rewards * 2"))
+    with pytest.raises(RunFolderError, match=r"own\.py: is not what this run was started with"):
+        start(given)
+
+
 def test_changed_and_missing_model_files_are_refused(recipe: Make, tmp_path: Path) -> None:
     model = tmp_path / "weights"
     model.mkdir()

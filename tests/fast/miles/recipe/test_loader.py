@@ -72,6 +72,14 @@ def test_environment_never_changes_a_recipe(tmp_path: Path, monkeypatch: pytest.
     assert digest(load(path)) == before
 
 
+def test_a_file_of_own_code_begins_at_the_recipe_s_folder_also_from_an_override(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("name: base\nalgo: {advantage: 'python:own/a.py:f'}\n")
+    (tmp_path / "r.yaml").write_text("extends: base.yaml\nname: r\n")
+    recipe = load(tmp_path / "r.yaml", ["algo.loss=python:own/b.py:g"])
+    assert recipe.algo.advantage == f"python:{tmp_path}/own/a.py:f"
+    assert recipe.algo.loss == f"python:{tmp_path}/own/b.py:g"
+
+
 def test_a_chain_of_extends_is_refused_with_its_place(tmp_path: Path) -> None:
     write(tmp_path / "a.yaml", "name: a\n")
     write(tmp_path / "b.yaml", "extends: a.yaml\nname: b\n")

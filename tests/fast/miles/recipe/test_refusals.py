@@ -160,6 +160,28 @@ def test_damaged_folder_is_refused_by_a_dry_run(model: Path) -> None:
     assert "config.json: num_hidden_layers must be at least 1, got -2" in refusal(path)
 
 
+def test_settings_and_ends_of_the_tokenizer_are_told_once_and_contradictions_refused(model: Path) -> None:
+    tokenizer, generation = model / "tokenizer.json", model / "generation_config.json"
+    path = f"model.path={model}"
+    told = [finding for finding in check_or_raise(load(QUICKSTART, [path])) if finding.rule == "TOKENIZER"]
+    assert told == []
+    settings = json.loads(tokenizer.read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    tokenizer.write_text(json.dumps(settings))
+    generation.write_text(json.dumps({"eos_token_id": 0}))
+    told = [str(finding) for finding in check_or_raise(load(QUICKSTART, [path])) if finding.rule == "TOKENIZER"]
+    assert len(told) == 2
+    assert "tokenizer.json: truncation to 2 tokens is not applied" in told[0]
+    assert "an answer ends at any of them (0, 1); list all of them" in told[1]
+    generation.write_text(json.dumps({"eos_token_id": 5}))
+    said = refusal(path)
+    assert "[TOKENIZER]" in said
+    assert "end token 5 is the ordinary token '3'" in said
+    assert (
+        "config.json names 1 ('<eos>'), generation_config.json names 5 ('3'), the tokenizer names 1 ('<eos>')" in said
+    )
+
+
 def test_missing_base_names_the_file_that_extends_it_and_evidence_is_not_inherited(tmp_path: Path) -> None:
     top = tmp_path / "top.yaml"
     top.write_text("name: top\nextends: nope.yaml\n")

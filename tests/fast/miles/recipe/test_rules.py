@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from miles.config import ConfigError
 from miles.recipe.rules import RULES, Facts, Finding, check, check_or_raise, facts_of
 from miles.recipe.schema import Recipe
+from miles.recipe.tokenizer_files import Objection
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -30,6 +32,7 @@ QWEN3 = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
+OWN = Path(__file__).parent / "own_algorithms.py"
 EXACT_KL = {"kl": {"where": "loss", "estimator": "support_exact", "coef": 0.1}}
 VALIDATED = {"status": "validated", "hardware": "2 CPU cores", "date": "2026-01-01"}
 
@@ -38,12 +41,20 @@ def recipe(**sections: Any) -> Recipe:
     return Recipe.model_validate_json(json.dumps({"name": "r", "validation": VALIDATED, **sections}))
 
 
+def told(*objections: Objection) -> Facts:
+    return replace(facts(), tokenizer=objections)
+
+
 def facts(**changes: Any) -> Facts:
     return Facts({**QWEN3, **changes}, "model/config.json")
 
 
 # id -> (passing, failing); each is a recipe and the facts about its model.
 FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
+    "USER-CODE": (
+        (recipe(algo={"advantage": f"python:{OWN}:per_group"}), facts()),
+        (recipe(algo={"advantage": f"python:{OWN}:two_arguments"}), facts()),
+    ),
     "FAMILY": ((recipe(), facts()), (recipe(model={"family": "qwen3_moe"}), facts())),
     "PARALLEL": (
         (recipe(train={"parallel": {"tp": 2}}), facts()),
@@ -77,6 +88,7 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"stop_token_ids": [0, 31]}), facts()),
         (recipe(rollout={"stop_token_ids": [32]}), facts()),
     ),
+    "TOKENIZER": ((recipe(), told()), (recipe(), told(("warning", "padding is not applied", "remove it")))),
     "REWARD": (
         (recipe(rollout={"reward": {"kind": "regex", "options": {"pattern": "x"}}}), facts()),
         (recipe(rollout={"reward": {"kind": "regex"}}), facts()),
@@ -117,6 +129,51 @@ def test_rule_stops_its_failing_fixture_with_a_fix(rule_id: str) -> None:
         assert finding.message
         assert finding.fix
         assert str(finding).startswith(f"[{rule_id}] ")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"algo": {"advantage": f"python:{OWN}:no_such"}}, "own_algorithms.py has no function no_such"),
+        (
+            {"algo": {"loss": f"python:{OWN}:two_arguments"}},
+            r"algo.loss: .* does not take \(inputs\): missing .*'more'",
+        ),
+        ({"algo": {"loss": "python:no_such_module:f"}}, "algo.loss: cannot import no_such_module: ModuleNotFoundError"),
+        ({"algo": {"advantage": f"python:{OWN}:per_group"}, "rollout": {"group_size": 1}}, "group_size is 1 but"),
+        ({"algo": {"advantage": f"python:{OWN}:per_group", "gamma": 0.9}}, "algo.gamma has no effect"),
+        ({"algo": {"advantage": f"python:{OWN}:misdeclared"}}, "reads 'gama', which is no option of algo"),
+        ({"algo": {"loss": f"python:{OWN}:per_group"}}, "declares groups, which means nothing for a loss"),
+        (
+            {
+                "algo": {"advantage": f"python:{OWN}:against_reference"} | EXACT_KL,
+                "rollout": {"top_p": 0.9},
+            },
+            "support_exact scores the reference on supports",
+        ),
+        (
+            {"algo": {"advantage": f"python:{OWN}:per_group", "kl": {"where": "reward", "coef": 0.1}}},
+            "has one reward per rollout and no per-token reward",
+        ),
+    ],
+)
+def test_own_code_that_does_not_fit_is_one_finding_before_any_other_rule(sections: dict, said: str) -> None:
+    (found,) = check(recipe(**sections), facts())
+    assert (found.rule, found.severity) == ("USER-CODE", "error")
+    assert re.search(said, str(found))
+
+
+def test_own_code_gets_what_it_declares() -> None:
+    needs = recipe(algo={"advantage": f"python:{OWN}:with_critic", "gamma": 0.9}).algo
+    needs.check_declared()
+    assert needs.needs_values
+    assert not needs.needs_reference
+    reference = recipe(algo={"advantage": f"python:{OWN}:against_reference"}).algo
+    assert reference.needs_reference
+    assert reference.needs_old_log_probs
+    assert not reference.needs_values
+    plain = recipe(algo={"advantage": f"python:{OWN}:plain"}, rollout={"group_size": 1, "max_new_tokens": 9})
+    assert check(plain, facts()) == []
 
 
 def test_teacher_and_foreign_engine_are_refused_by_name() -> None:

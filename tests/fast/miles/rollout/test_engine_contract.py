@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -98,3 +101,21 @@ def test_health_generate_says_that_the_engine_is_paused(engine_process):
         assert http.get("/health").status_code == 200
         http.post("/continue_generation", json={})
         assert http.get("/health_generate").status_code == 200
+
+
+def test_an_end_token_that_only_the_tokenizer_knows_ends_an_answer(tiny_model: Path, tmp_path: Path) -> None:
+    from inprocess import LocalEngine
+
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink()
+    engine = LocalEngine(folder)
+    try:
+        params = [{"max_new_tokens": 60, "sampling_seed": seed, "temperature": 2.0} for seed in range(16)]
+        outputs = engine.generate([[2, 3]] * 16, params)
+    finally:
+        engine.close()
+    assert {output.finish["type"] for output in outputs if 1 in output.tokens} == {"stop"}
+    assert all(output.tokens.index(1) == len(output.tokens) - 1 for output in outputs if 1 in output.tokens)

@@ -91,10 +91,10 @@ def test_an_endless_symbolic_comparison_is_killed_and_counts_as_wrong():
         ("exact", {"strip": 1}, "'1' is not true or false"),
         ("choice_letter", {"letters": " "}, "letters is empty"),
         ("python", {}, "path is missing"),
-        ("python", {"path": "json"}, "write it as package.module:function"),
+        ("python", {"path": "json"}, "write it as python:package.module:function"),
         ("python", {"path": "no_such_module_here:f"}, "cannot import no_such_module_here: ModuleNotFoundError"),
         ("python", {"path": "json:nothing"}, "json has no function nothing; define it there"),
-        ("python", {"path": "json:loads"}, "does not take three arguments"),
+        ("python", {"path": "json:loads"}, r"does not take \(completion, answer, metadata\)"),
     ],
 )
 def test_wrong_options_are_config_errors(kind, options, named):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.data.sample import Sample, Status, validate_sample
-from miles.rollout.config import FiltersConfig, RolloutConfig, check_group_size
+from miles.rollout.config import FiltersConfig, RolloutConfig
 from miles.rollout.errors import EngineReplyError, RolloutError, RolloutStarved
 from miles.rollout.filters import FilterChain, check_no_aborted, check_reward_nonzero_std, reward_range
 from miles.rollout.generate import GenerateContext, merge_spans, pending_group, single_turn
@@ -222,13 +222,6 @@ def test_the_first_refusal_wins_and_a_kept_group_resets_the_guard():
 def test_configurations_without_meaning_are_refused(options, named):
     with pytest.raises(ValueError, match=named):
         RolloutConfig(**options)
-
-
-def test_group_of_one_with_a_group_relative_advantage_names_the_fix():
-    with pytest.raises(ValueError, match=r"rollout\.group_size to 2 or more"):
-        check_group_size(RolloutConfig(group_size=1), "grpo")
-    check_group_size(RolloutConfig(group_size=1), "reinforce_pp")
-    check_group_size(RolloutConfig(group_size=2), "grpo")
 
 
 @settings(max_examples=50, deadline=None)

@@ -103,7 +103,8 @@ def test_the_fused_loss_equals_the_reference(loss, on_policy, dtype):
 @pytest.mark.parametrize("loss", ["ppo_clip", "dual_clip", "cispo"])
 def test_the_fused_reference_is_autograd_of_the_composed_loss(loss):
     from miles.algos.config import AlgoConfig
-    from miles.algos.losses import Sequences, policy_loss, reduce_loss
+    from miles.algos.losses import policy_loss, reduce_loss
+    from miles.algos.sequences import Sequences
 
     logits, targets, advantages, spread = problem(torch.float32, width=50)
     targets, leaf = targets % 50, logits.clone().requires_grad_(True)

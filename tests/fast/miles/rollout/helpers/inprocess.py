@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from miles.data.end_tokens import read_end_tokens
 from miles.rollout.engines.embedded.batch import Batch
-from miles.rollout.engines.embedded.checkpoint import eos_token_ids, load_weights, read_config
+from miles.rollout.engines.embedded.checkpoint import load_weights, read_config
 from miles.rollout.engines.embedded.models import build_model
 from miles.rollout.engines.embedded.requests import Job, Limits, Output, Refusal, parse_generate
 from miles.rollout.engines.embedded.scheduler import Scheduler
@@ -27,7 +28,7 @@ class LocalEngine:
         self.batch = Batch(self.model, version=0, **{**settings, **options})
         self.scheduler = Scheduler(self.batch)
         total = {**settings, **options}["max_total_tokens"]
-        eos = tuple(eos_token_ids(folder, config))
+        eos = read_end_tokens(folder).ids
         self.limits = Limits(self.model.vocab_size, self.model.context_length, total, eos)
         self._thread = threading.Thread(target=self.scheduler.run, daemon=True)
         self._thread.start()
