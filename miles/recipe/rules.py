@@ -209,6 +209,9 @@ def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     if ":" in recipe.engine.device:
         message = f"engine.device {recipe.engine.device} names one device, and the placement gives each engine its own"
         yield Finding("DEVICES", "error", message, "use engine.device=cuda; CUDA_VISIBLE_DEVICES limits what is used")
+    if recipe.placement.mode == "colocated":
+        message = "placement.mode colocated needs engines that hand their memory over, which the loop does not drive yet"
+        yield Finding("DEVICES", "error", message, "use placement.mode=disaggregated")
     if recipe.placement.mode == "colocated" and recipe.rollout.max_staleness:
         message = (
             f"placement.mode colocated has no engines while the trainer trains, and rollout.max_staleness "
