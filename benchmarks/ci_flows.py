@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet, load_fleet
 from miles_ci.report.analyse import Report
 from miles_ci.report.analyst import Analysis
 from miles_ci.report.cards import Card, JobRow, lark, pr_comment
@@ -129,7 +129,7 @@ def cards() -> None:
 
 
 def main() -> int:
-    fleet = Fleet.load(ROOT / "registry.yaml")
+    fleet = load_fleet(ROOT / "registry.yaml")
     workflows = generate_and_lint(fleet)
     report = walk(workflows, fleet)
     states = sum(report.tried.values())

@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT / "ci"))
 from pydantic import ValidationError  # noqa: E402
 
 from miles_ci.declare.reader import defines_tests, read_source  # noqa: E402
-from miles_ci.fleet.load import read_fleet  # noqa: E402
-from miles_ci.fleet.model import Fleet  # noqa: E402
-from miles_ci.fleet.schema import schema_findings  # noqa: E402
+from miles_ci.registry.load import read_fleet  # noqa: E402
+from miles_ci.registry.model import Fleet  # noqa: E402
+from miles_ci.registry.schema import schema_findings  # noqa: E402
 
 TODAY = date(2026, 11, 30)
 

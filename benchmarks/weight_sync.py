@@ -68,10 +68,10 @@ class BareHost:
     """Parameters and a version; no model behind them."""
 
     def __init__(self, parameters: dict[str, torch.Tensor]):
-        from miles.rollout.engines.embedded.gate import GateState
+        from miles.rollout.engines.embedded.weight_state import WeightState
 
-        self._state, self._parameters, self.paused = GateState, parameters, False
-        self.gate_state = GateState("serving", 0)
+        self._parameters = parameters
+        self.state = WeightState()
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._parameters
@@ -79,29 +79,24 @@ class BareHost:
     def aliases(self) -> dict[str, str]:
         return {}
 
-    @property
-    def weight_version(self) -> int:
-        return self.gate_state.version
-
-    def pause(self, mode: str) -> Future[None]:
+    def pause(self, mode: str, owner: str) -> Future[None]:
         return self._at_once()
 
-    def resume(self) -> Future[None]:
+    def resume(self, owner: str) -> Future[None]:
         return self._at_once()
 
-    def begin_update(self) -> None:
-        self.gate_state = self._state("updating", self.weight_version)
+    def begin_update(self, begin: Any, now: float, client: Any = None) -> Any:
+        return self.state.begin(begin, now, client=client)
 
     def flush_caches(self) -> None: ...
 
     def cached_prefix_tokens(self) -> int:
         return 0
 
-    def finish_update(self, version: int) -> None:
-        self.gate_state = self._state("serving", version)
+    def finish_update(self, token: str) -> None:
+        self.state.finish(token)
 
-    def fail_update(self, reason: str) -> None:
-        self.gate_state = self._state("dirty", self.weight_version, reason)
+    def refuse_all(self) -> None: ...
 
     @staticmethod
     def _at_once() -> Future[None]:
@@ -115,7 +110,8 @@ def serve(mib: int) -> None:
     import uvicorn
     from starlette.applications import Starlette
 
-    from miles.rollout.engines.embedded.weight_routes import WeightService, register_routes
+    from miles.rollout.engines.embedded.weight_routes import register_routes
+    from miles.rollout.engines.embedded.weight_service import WeightService
 
     torch.set_num_threads(1)
     app = Starlette()

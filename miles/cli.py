@@ -14,6 +14,8 @@ from rich.console import Console
 from miles.config import environment
 from miles.config.errors import ConfigError, MilesError
 from miles.quant.cli import convert_app
+from miles.rollout.cli import serve_app
+from miles.sync.cli import sync_app
 
 INTERRUPTED = 130
 
@@ -27,6 +29,8 @@ app = typer.Typer(
 recipe_app = typer.Typer(no_args_is_help=True, help="Look at recipes without starting anything.")
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(convert_app, name="convert")
+app.add_typer(serve_app, name="serve")
+app.add_typer(sync_app, name="sync")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="recipe file, e.g. recipes/quickstart.yaml")]
 Overrides = Annotated[
@@ -187,6 +191,18 @@ def mcore_to_hf(
     from miles.train.convert import checkpoint_to_hf
 
     typer.echo(f"wrote {checkpoint_to_hf(source, target, tokenizer_dir=tokenizer)}")
+
+
+@convert_app.command("mcore-to-nvfp4")
+def mcore_to_nvfp4(
+    source: Annotated[Path, typer.Argument(help="checkpoint folder of a run with fake quantisation, or one iter_<n>")],
+    target: Annotated[Path, typer.Argument(help="folder to write; empty")],
+    tokenizer: Annotated[Path | None, typer.Option(help="folder to take tokenizer files from")] = None,
+) -> None:
+    """Pack the policy of a checkpoint in NVFP4 with the rounding that it was trained with."""
+    from miles.train.convert import checkpoint_to_nvfp4
+
+    typer.echo(f"wrote {checkpoint_to_nvfp4(source, target, tokenizer_dir=tokenizer)}")
 
 
 def main() -> None:

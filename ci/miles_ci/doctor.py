@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_ci.errors import CiError, Diagnostic, UsageError, nearest
-from miles_ci.fleet.identify import MEMORY_TOLERANCE, VENDOR_OF_DEVICES, model_of
-from miles_ci.fleet.load import Reading
-from miles_ci.fleet.model import Fleet
+from miles_ci.registry.identify import MEMORY_TOLERANCE, VENDOR_OF_DEVICES, model_of
+from miles_ci.registry.load import Reading
+from miles_ci.registry.model import Fleet
 
 
 @dataclass(frozen=True, slots=True)

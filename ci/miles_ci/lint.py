@@ -16,9 +16,9 @@ from pathlib import Path
 from miles_ci.declare.syntax import syntax_findings
 from miles_ci.declare.tree import TESTS
 from miles_ci.errors import Diagnostic, UsageError
-from miles_ci.fleet.load import read_fleet
-from miles_ci.fleet.schema import SCHEMA_PATH, schema_findings, schema_text
 from miles_ci.plan.durations import TABLE
+from miles_ci.registry.load import read_fleet
+from miles_ci.registry.schema import SCHEMA_PATH, schema_findings, schema_text
 from miles_ci.select.diff import DiffError, contents_at, merge_base_with
 from miles_ci.workspace import Workspace
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from miles_ci.declare.model import Scan
 from miles_ci.environment import read
 from miles_ci.errors import ConfigErrors, UsageError
-from miles_ci.fleet.load import REGISTRY, Reading, read_fleet
-from miles_ci.fleet.model import Fleet
 from miles_ci.plan.durations import TABLE, Durations
+from miles_ci.registry.load import REGISTRY, Reading, read_fleet
+from miles_ci.registry.model import Fleet
 from miles_ci.select.registrations import Catalog, build_catalog
 
 

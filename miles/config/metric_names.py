@@ -18,11 +18,11 @@ _NEVER_NEGATIVE = {
     ),
     "train": (
         "approx_kl clip_frac_high clip_frac_low entropy ess grad_norm lr nonfinite_tokens optimizer_steps ratio_mean "
-        "step_skipped value_grad_norm value_loss"
+        "step_skipped steps_without_gradient value_grad_norm value_loss"
     ),
     "mismatch": "abs_diff_max abs_diff_mean k3 rejected_frac support_mass_mean support_mass_min w_mean w_p99",
     "data": "balance_max_over_mean dropped_rollouts dummy_micro_batches oversized_samples padding_share",
-    "time": "rollout step sync train",
+    "time": "prepare rollout score step sync train",
 }
 # Rewards, differences of log-probs, estimators that are negative on some samples, and losses made of them.
 _SIGNED = {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from miles.config.errors import ConfigError
+from miles.config.validation import ModelType, validate
 from miles.config.yaml_source import KeyPath, parse_scalar
 
 
@@ -36,6 +37,16 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> tuple[dic
         node[path[-1]] = value
         origin[path] = f"--set {text}"
     return result, origin
+
+
+def from_overrides(model: type[ModelType], overrides: Sequence[str]) -> ModelType:
+    """A configuration of nothing but overrides; `ConfigError` names the one that is wrong."""
+    data, origin = apply_overrides({}, overrides)
+    return validate(
+        model,
+        data,
+        locate=lambda key: next((origin[key[:n]] for n in range(len(key), 0, -1) if key[:n] in origin), None),
+    )
 
 
 def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -48,8 +48,6 @@ class Sample:
     >>> s = Sample("s0", 0, 0, tokens=np.array([5, 6, 7, 1]), prompt_length=2, reward=1.0, status=Status.COMPLETED)
     >>> s.response_length, s.loss_mask.tolist()
     (2, [1, 1])
-    >>> s.truncated_to(3).tokens.tolist()
-    [5, 6, 7]
     """
 
     sample_id: str
@@ -87,42 +85,6 @@ class Sample:
     @property
     def response_length(self) -> int:
         return len(self.tokens) - self.prompt_length
-
-    def truncated_to(self, total_length: int) -> Sample:
-        """A copy with the first `total_length` tokens; every per-token field is cut with them.
-
-        The only way to cut a sample. The prompt is never cut (`ValueError`). A completed sample
-        that loses a token becomes truncated.
-        """
-        if total_length < self.prompt_length:
-            raise ValueError(
-                f"sample {self.sample_id!r}: cannot cut to {total_length} tokens, the prompt alone has "
-                f"{self.prompt_length}; drop the sample or raise the limit"
-            )
-        if total_length >= self.total_length:
-            return self
-        n = total_length - self.prompt_length
-        # A failed or aborted sample stays so: cutting must not make it count.
-        status = Status.TRUNCATED if self.status == Status.COMPLETED else self.status
-        cut: dict[str, Any] = {"tokens": self.tokens[:total_length].copy(), "status": status}
-        for name in ("loss_mask", *RESPONSE_FIELDS):
-            value = getattr(self, name)
-            cut[name] = None if value is None else value[:n].copy()
-        for name in ROUTING_FIELDS:
-            value = getattr(self, name)
-            cut[name] = None if value is None else value[: max(total_length - 1, 0)].copy()
-        if self.sampling_mask is not None:
-            cut["sampling_mask"] = self.sampling_mask.prefix(n)
-        if self.version_spans is not None:
-            cut["version_spans"] = _cut_spans(self.version_spans, n)
-        return replace(self, **cut)
-
-
-def _cut_spans(spans: np.ndarray, n: int) -> np.ndarray:
-    ends = np.minimum(np.cumsum(spans[:, 1]), n)
-    counts = np.diff(ends, prepend=0)
-    kept = counts > 0
-    return np.stack([spans[kept, 0], counts[kept]], axis=1).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from miles.data.batch_layout import BatchLayout
 from miles.data.packing import FlopsShape, first_fit_decreasing, karmarkar_karp, padded_decreasing, sequence_flops
-from miles.data.padding import Padding
 
 # (sample indices) of one micro-batch; empty = a dummy that only keeps the ranks' counts equal.
 Bin = tuple[int, ...]
@@ -22,24 +22,20 @@ Bin = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """Resolved from `data.*` and the mesh. `micro_batch_multiple` is the virtual-pipeline group size, `pad_multiple`
-    what sequence parallelism cuts rows into."""
+    """Resolved from `data.*` and the mesh. `layout` is that of every batch; `micro_batch_multiple` is the
+    virtual-pipeline group size."""
 
+    layout: BatchLayout = field(default_factory=BatchLayout)
     data_parallel: int = 1
-    context_parallel: int = 1
-    context_layout: Literal["zigzag", "contiguous"] = "zigzag"
-    pad_multiple: int = 1
     max_tokens_per_gpu: int = 8192
     micro_batch_multiple: int = 1
     balance: Literal["none", "tokens", "flops"] = "tokens"
-    layout: Literal["thd", "bshd"] = "thd"
     global_batch_size: int | None = None  # rollouts a step; None: all in one step
     partial_step: Literal["drop", "train"] = "drop"
     flops: FlopsShape | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("data_parallel", "context_parallel", "pad_multiple", "max_tokens_per_gpu", "micro_batch_multiple")
-        for name in sizes:
+        for name in ("data_parallel", "max_tokens_per_gpu", "micro_batch_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"schedule: {name} is {getattr(self, name)}, expected at least 1")
         if self.global_batch_size is not None and self.global_batch_size < 1:
@@ -49,13 +45,8 @@ class ScheduleConfig:
 
     @property
     def capacity(self) -> int:
-        return self.max_tokens_per_gpu * self.context_parallel
-
-    @property
-    def padding(self) -> Padding:
-        return Padding.of(
-            self.layout, cp=self.context_parallel, cp_layout=self.context_layout, multiple=self.pad_multiple
-        )
+        """Tokens of a micro-batch over all its context-parallel ranks."""
+        return self.max_tokens_per_gpu * self.layout.context_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +56,10 @@ class StepSchedule:
     ranks: tuple[tuple[Bin, ...], ...]
     samples: Bin
 
-    @property
-    def micro_batches_per_rank(self) -> int:
-        return len(self.ranks[0])
-
 
 @dataclass(frozen=True, slots=True)
 class DPSchedule:
     steps: tuple[StepSchedule, ...]
-    dropped_rollouts: int
-    dropped_samples: Bin
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -95,7 +80,7 @@ def build_dp_schedule(
     sizes = [int(x) for x in lengths]
     if sizes and min(sizes) < 1:
         raise ValueError(f"schedule: sample {sizes.index(min(sizes))} has no tokens")
-    steps, dropped, dropped_rollouts = _split_into_steps(rollout_ids, config)
+    steps, dropped_rollouts = _split_into_steps(rollout_ids, config)
     if active is not None:
         steps = [[i for i in members if active[i]] for members in steps]
     costs = _costs(sizes, config)
@@ -104,7 +89,7 @@ def build_dp_schedule(
     # Ranks wait for each other at every step: the busiest ones' sum over the sum of means.
     loads = [[float(sum(costs[i] for b in rank for i in b)) for rank in step.ranks] for step in scheduled]
     mean = sum(sum(load) / len(load) for load in loads)
-    padding = config.padding
+    padding = config.layout.padding
     held = sum(padding.tokens([sizes[i] for i in b]) for step in scheduled for rank in step.ranks for b in rank)
     metrics = {
         "data/dropped_rollouts": float(dropped_rollouts),
@@ -113,10 +98,10 @@ def build_dp_schedule(
         "data/padding_share": 1.0 - sum(used) / held if held else 0.0,
         "data/balance_max_over_mean": sum(map(max, loads)) / mean if mean > 0 else 1.0,
     }
-    return DPSchedule(tuple(scheduled), dropped_rollouts, tuple(dropped), metrics)
+    return DPSchedule(tuple(scheduled), metrics)
 
 
-def _split_into_steps(rollout_ids: Sequence[int], config: ScheduleConfig) -> tuple[list[list[int]], list[int], int]:
+def _split_into_steps(rollout_ids: Sequence[int], config: ScheduleConfig) -> tuple[list[list[int]], int]:
     by_rollout: dict[int, list[int]] = {}
     for index, rollout_id in enumerate(rollout_ids):
         by_rollout.setdefault(rollout_id, []).append(index)
@@ -127,7 +112,7 @@ def _split_into_steps(rollout_ids: Sequence[int], config: ScheduleConfig) -> tup
     if steps and len(steps[-1]) < size and config.partial_step == "drop":
         dropped = steps.pop()
     flat = [sorted(i for rollout in step for i in rollout) for step in steps]
-    return flat, sorted(i for rollout in dropped for i in rollout), len(dropped)
+    return flat, len(dropped)
 
 
 def _costs(sizes: list[int], config: ScheduleConfig) -> list[float]:
@@ -151,8 +136,8 @@ def _heaviest(plan: list[list[list[int]]], costs: list[float]) -> float:
 
 
 def _pack(members: list[int], sizes: list[int], config: ScheduleConfig) -> list[list[int]]:
-    pack = first_fit_decreasing if config.layout == "thd" else padded_decreasing
-    lengths, capacity = config.padding.for_packing([sizes[i] for i in members], config.capacity)
+    pack = first_fit_decreasing if config.layout.kind == "thd" else padded_decreasing
+    lengths, capacity = config.layout.padding.for_packing([sizes[i] for i in members], config.capacity)
     return [sorted(members[i] for i in b) for b in pack(lengths, capacity)]
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from miles.config.files import storage_error, sync_folder, write_atomic
 from miles.data.batch import Denominators, MicroBatch, RankBatch
+from miles.data.batch_layout import BatchLayout
 from miles.data.bundle_marker import AGAIN, SCHEMA, ReplayError, read_json, seal, verify
 from miles.data.sampling_mask import RolloutSamplingMask
 
@@ -133,14 +134,6 @@ def finish_failed_bundle(folder: Path, manifest: Mapping[str, Any], failure: Ste
     finish_bundle(closing, {**manifest, "failure": asdict(failure)})
 
 
-def write_bundle(root: Path, step: int, manifest: Mapping[str, Any], ranks: Mapping[int, RankRecord]) -> Path:
-    """All of a bundle from one process; returns `root/step_<n>`."""
-    folder = open_bundle(root, step)
-    for rank, record in ranks.items():
-        write_rank(folder, rank, record)
-    return finish_bundle(folder, {"step": step, **manifest})
-
-
 def load_bundle(folder: Path) -> StepBundle:
     """Verify and read a bundle. `ReplayError` names the file that is missing, damaged or of another schema."""
     count = verify(folder)
@@ -173,6 +166,8 @@ def _take_apart(micro_batch: MicroBatch) -> tuple[dict[str, Any], dict[str, np.n
             for name in _SUPPORT:
                 if getattr(value, name) is not None:
                     tensors[f"support.{name}"] = getattr(value, name)
+        elif isinstance(value, BatchLayout):
+            plain[item.name] = asdict(value)
         elif value is not None:
             plain[item.name] = list(value) if isinstance(value, tuple) else value
     return plain, tensors
@@ -190,7 +185,9 @@ def _put_together(plain: dict[str, Any], tensors: dict[str, np.ndarray]) -> Micr
         )
     values: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("support.")}
     for name, value in plain.items():
-        if name != "support_vocab_size":
+        if name == "layout":
+            values[name] = BatchLayout(**value)
+        elif name != "support_vocab_size":
             values[name] = tuple(value) if isinstance(value, list) else value
     return MicroBatch(**{"pad_from": None, **values}, support=support)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 E8M0_NAN = 255

@@ -14,6 +14,7 @@ from typing import Any
 
 from miles.models.errors import ModelError, UnsupportedModelError
 from miles.models.rope import RopeSpec
+from miles.models.spellings import complete
 from miles.models.weightmap import MapShape, WeightMap
 
 
@@ -56,7 +57,6 @@ class Family:
     `hf_config(shape)` writes the config.json of a new checkpoint from a `ModelShape`."""
 
     name: str
-    model_type: str
     architectures: tuple[str, ...]
     to_mcore: Callable[..., FamilyConfig]
     weights: WeightMap
@@ -68,7 +68,7 @@ class HFConfig:
     """Typed access to a config.json: each value that is read is checked, missing keys are named."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
-        self.values = values
+        self.values = complete(values, where=where)
         self.where = where
 
     def integer(self, key: str) -> int:
@@ -106,7 +106,7 @@ class HFConfig:
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder; missing folder, missing file and broken JSON are named."""
+    """The parsed config.json of a model folder, with main names; missing folder or file and broken JSON are named."""
     if directory.exists() and not directory.is_dir():
         raise ModelError(f"{directory}: is a file, not a model folder; give the folder that holds it")
     if not directory.is_dir():
@@ -124,4 +124,4 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ModelError(f"{path}: must hold a JSON object, got {type(values).__name__}")
-    return values
+    return complete(values, where=str(path))

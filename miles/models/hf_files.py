@@ -20,6 +20,7 @@ import numpy as np
 
 from miles.config.files import storage_error, sync_folder
 from miles.models.errors import ModelError
+from miles.models.packed_experts import Part, unpacked
 from miles.models.quantised import refuse_quantised
 from miles.models.safetensors_header import DAMAGED, Entry, read_header
 
@@ -49,19 +50,28 @@ _EXPONENTS: dict[str, tuple[np.dtype[Any], int]] = {
 
 
 class HFCheckpoint:
-    """A model folder's tensors, read slice by slice. Open files are kept until `close`."""
+    """A model folder's tensors, read slice by slice. Open files are kept until `close`.
+
+    Experts that a file packs into one tensor a layer appear one by one.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.file_of: dict[str, Path] = {}
         self.info: dict[str, Entry] = {}
+        self._parts: dict[str, Part] = {}
+        stored: dict[str, Path] = {}
         for path in _shards(directory):
-            for name, entry in read_header(path).tensors.items():
+            tensors = read_header(path).tensors
+            stored.update(dict.fromkeys(tensors, path))
+            for name, entry, part in unpacked(tensors):
                 if name in self.file_of:
                     raise ModelError(f"{path}: tensor {name} is also in {self.file_of[name].name}")
                 self.file_of[name] = path
                 self.info[name] = entry
-        self._check_index()
+                if part is not None:
+                    self._parts[name] = part
+        self._check_index(stored)
         refuse_quantised(directory, self.info)
         self._open: dict[Path, Any] = {}
 
@@ -112,6 +122,13 @@ class HFCheckpoint:
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """The tensor, or its rows (axis 0) or columns (axis 1) `[start, stop)`."""
         handle = self._handle(self.file_of[name])
+        part = self._parts.get(name)
+        if part is not None:
+            view, first = handle.get_slice(part.source), part.start
+            if axis == 0:
+                return view[part.expert, first + start : first + stop]
+            rows = view[part.expert, first : part.stop]
+            return rows if axis is None else rows[:, start:stop]
         if axis is None:
             return handle.get_tensor(name)
         view = handle.get_slice(name)
@@ -127,12 +144,12 @@ class HFCheckpoint:
             self._open[path] = safe_open(path, framework="pt")
         return self._open[path]
 
-    def _check_index(self) -> None:
+    def _check_index(self, stored: Mapping[str, Path]) -> None:
         path = self.directory / _INDEX
         if not path.exists():
             return
         listed = _index(path)
-        lost = sorted(name for name, shard in listed.items() if self.file_of.get(name) != self.directory / shard)
+        lost = sorted(name for name, shard in listed.items() if stored.get(name) != self.directory / shard)
         if lost:
             raise ModelError(
                 f"{path}: these tensors are not in the shard that the index names: "

@@ -16,12 +16,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from miles.models.errors import ModelError, UnsupportedModelError
+from miles.models.spellings import rope_section
 
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("plain", "linear", "yarn", "llama3")
 _KIND_OF_HF = {"default": "plain", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}
+# Numbers that each kind reads; a setting outside them would change the angles unseen.
+_SCALINGS = {
+    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+}
+_KNOWN = frozenset(
+    {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "truncate"}
+).union(*_SCALINGS.values())
 
 
 @dataclass(frozen=True)
@@ -48,13 +56,13 @@ class RopeSpec:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], *, head_dim: int, expected_kind: str | None = None) -> RopeSpec:
-        """Read `rope_parameters` or `rope_scaling` (key `rope_type` or `type`) and the base beside or inside it.
+        """Read the rotary settings in any of transformers' spellings (see `spellings.rope_section`).
 
         `expected_kind` is the recipe's `rope.type`; it must agree with the checkpoint.
         """
-        section = _section(hf)
-        name = section.get("rope_type", section.get("type", "default"))
-        if name not in _KIND_OF_HF:
+        section = rope_section(hf)
+        name = section.get("rope_type", "default")
+        if not isinstance(name, str) or name not in _KIND_OF_HF:
             raise UnsupportedModelError(
                 f"config.json: rope type {name!r} is not supported; supported: {', '.join(sorted(_KIND_OF_HF))}"
             )
@@ -64,10 +72,18 @@ class RopeSpec:
                 f"rope.type: the recipe says {expected_kind!r} but the checkpoint says {kind!r} (rope type {name!r}); "
                 "set rope.type to the checkpoint's value or choose another checkpoint"
             )
-        fraction = float(section.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)))
+        if unknown := sorted(section.keys() - _KNOWN):
+            raise UnsupportedModelError(
+                f"config.json: rotary setting {unknown[0]!r} is not computed here; known: {', '.join(sorted(_KNOWN))}"
+            )
+        if section.get("truncate", True) is not True:
+            raise UnsupportedModelError("config.json: rotary setting truncate false is not computed here, only true")
+        if "rope_theta" not in section:
+            raise ModelError("config.json: rope_theta is missing; it must stand at top level or inside rope_parameters")
+        fraction = _number(section, "partial_rotary_factor") if "partial_rotary_factor" in section else 1.0
         return cls(
             kind=kind,
-            theta=_theta(hf, section),
+            theta=_number(section, "rope_theta"),
             dim=int(head_dim * fraction),
             interleaved=bool(hf.get("rope_interleave", False)),
             **_scaling(kind, hf, section),
@@ -135,24 +151,11 @@ def yarn_mscale(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _section(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in ("rope_parameters", "rope_scaling"):
-        section = hf.get(key)
-        if section is None:
-            continue
-        if not isinstance(section, Mapping):
-            raise ModelError(f"config.json: {key} must be an object, got {type(section).__name__}")
-        return section
-    return {}
-
-
-def _theta(hf: Mapping[str, Any], section: Mapping[str, Any]) -> float:
-    inside, outside = section.get("rope_theta"), hf.get("rope_theta")
-    if inside is None and outside is None:
-        raise ModelError("config.json: rope_theta is missing; it must stand at top level or inside rope_parameters")
-    if inside is not None and outside is not None and float(inside) != float(outside):
-        raise ModelError(f"config.json: rope_theta is {outside} at top level but {inside} inside rope_parameters")
-    return float(inside if inside is not None else outside)  # type: ignore[arg-type]
+def _number(section: Mapping[str, Any], name: str) -> float:
+    value = section[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ModelError(f"config.json: {name} must be a number, got {value!r}")
+    return float(value)
 
 
 def _scaling(kind: str, hf: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,23 +163,18 @@ def _scaling(kind: str, hf: Mapping[str, Any], section: Mapping[str, Any]) -> di
         return {}
     if "factor" not in section:
         raise ModelError(f"config.json: rope type {kind!r} needs 'factor'")
-    values: dict[str, Any] = {"factor": float(section["factor"])}
+    values: dict[str, Any] = {"factor": _number(section, "factor")}
     if kind == "linear":
         return values
-    original = section.get("original_max_position_embeddings", hf.get("original_max_position_embeddings"))
+    original = section.get("original_max_position_embeddings")
     if original is None and kind == "yarn":
         original = hf.get("max_position_embeddings")
-    if original is None:
-        raise ModelError(f"config.json: rope type {kind!r} needs 'original_max_position_embeddings'")
-    values["original_length"] = int(original)
-    names = (
-        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-        if kind == "yarn"
-        else ("low_freq_factor", "high_freq_factor")
-    )
+    if type(original) is not int or original < 1:
+        raise ModelError(f"config.json: rope type {kind!r} needs 'original_max_position_embeddings', got {original!r}")
+    values["original_length"] = original
     if kind == "llama3":
-        for name in names:
+        for name in _SCALINGS[kind]:
             if name not in section:
                 raise ModelError(f"config.json: rope type 'llama3' needs {name!r}")
-    values.update({name: float(section[name]) for name in names if section.get(name) is not None})
+    values.update({name: _number(section, name) for name in _SCALINGS[kind] if name in section})
     return values

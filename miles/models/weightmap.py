@@ -144,8 +144,6 @@ class Entry:
     rule: Rule
     mcore: str
     hf: tuple[str, ...]
-    layer: int | None
-    expert: int | None
     shape: MapShape
 
     def hf_shapes(self, local: Sequence[int], parallel: int) -> list[tuple[int, ...]]:
@@ -286,8 +284,6 @@ class BoundMap:
                         rule=rule,
                         mcore=rule.mcore.format(**fill),
                         hf=tuple(name.format(**fill) for name in rule.hf),
-                        layer=layer,
-                        expert=expert,
                         shape=self.shape,
                     )
 

@@ -23,6 +23,7 @@ class Progress(Protocol):
     """What the training loop tells the person who watches."""
 
     def stage(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
     def step(self, row: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
 
@@ -44,6 +45,9 @@ class PlainProgress:
 
     def stage(self, text: str) -> None:
         self._console.print(f"{self._name}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self.stage(f"warning: {text}")
 
     def step(self, row: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -75,6 +79,10 @@ class LiveProgress:
         self._stage = text
         self._redraw()
 
+    def warn(self, text: str) -> None:
+        # Above the block that is redrawn, where it stays.
+        self._live.console.print(f"{self._name}: warning: {text}", highlight=False, markup=False, soft_wrap=True)
+
     def step(self, row: dict[str, Any]) -> None:
         self._row, self._stage = row, "training"
         self._rewards.append(float(row["rollout/reward_mean"]))
@@ -101,7 +109,10 @@ class LiveProgress:
             return Group(head)
         table = Table.grid(padding=(0, 2))
         table.add_row("reward", f"{self._rewards[-1]:.3f}", sparkline(self._rewards, width=40))
-        table.add_row("loss", f"{self._row['train/loss']:.4f}", f"grad norm {self._row['train/grad_norm']:.3f}")
+        if "train/loss" in self._row:
+            table.add_row("loss", f"{self._row['train/loss']:.4f}", f"grad norm {self._row['train/grad_norm']:.3f}")
+        else:
+            table.add_row("loss", "step skipped", "no sample counted")
         table.add_row("tokens/s", f"{self._row['rollout/tokens_per_s']:.0f}", _phases(self._row))
         return Group(head, ProgressBar(total=self._total, completed=done, width=60), table)
 

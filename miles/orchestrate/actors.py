@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +22,17 @@ if TYPE_CHECKING:
 
     from miles.data.batch import RankBatch
     from miles.recipe import Recipe
+    from miles.train.backend import ScoreModel, ScoreOutput
     from miles.train.step_replay import ReplayReport
 
 
 @dataclass(frozen=True)
-class BundlePlace:
-    """Where a step is recorded."""
+class Recording:
+    """Where a step is recorded for `miles replay`, and the version of the weights it begins with."""
 
     folder: Path
     step: int
+    weight_version: int
 
 
 def torch_device(device: Device) -> str:
@@ -113,55 +114,30 @@ class TrainWorker:
         gc.collect()
         gc.freeze()
 
-    def advance(self, batches: Sequence[RankBatch], version: int, bundle: BundlePlace | None = None) -> dict[str, Any]:
-        """One optimizer step for each batch, then the new weights to every engine as `version`; collective.
-
-        Steps that changed nothing (`train/step_skipped`) send nothing. With `bundle`, the steps are recorded for
-        `miles replay`. Returns the steps' merged metrics with `time/train` and `time/sync`, and the engines' states
-        (on the sending rank).
-        """
+    def train(self, batches: Sequence[RankBatch], recording: Recording | None = None) -> dict[str, float]:
+        """One optimizer step for each batch; collective. Their merged metrics, with `train/step_skipped` 1 when the
+        weights stay as they were. With `recording`, the steps are kept for `miles replay`."""
         from miles.train.steps import merge_steps
 
-        start = time.perf_counter()
-        steps = [self._step(batch, version, number, bundle) for number, batch in enumerate(batches)]
-        metrics = merge_steps(steps)
-        trained = time.perf_counter()
-        engines = None if metrics["train/step_skipped"] else self.push(version)
-        metrics |= {"time/train": trained - start, "time/sync": time.perf_counter() - trained}
-        return {"metrics": metrics, "engines": engines}
+        return merge_steps([self._step(batch, number, recording) for number, batch in enumerate(batches)])
 
-    def _step(self, batch: RankBatch, version: int, number: int, bundle: BundlePlace | None) -> dict[str, float]:
-        if bundle is None:
+    def _step(self, batch: RankBatch, number: int, recording: Recording | None) -> dict[str, float]:
+        if recording is None:
             metrics = self._backend.step(batch)
         else:
             from miles.train.step_replay import record_step
 
             # The first step of a rollout lies where its number says, later ones in a folder of their own.
-            root = bundle.folder / f"optimizer_step_{number}" if number else bundle.folder
-            metrics = record_step(self._backend, batch, root, step=bundle.step, manifest=self._manifest(version - 1))
+            root = recording.folder / f"optimizer_step_{number}" if number else recording.folder
+            manifest = self._manifest(recording.weight_version)
+            metrics = record_step(self._backend, batch, root, step=recording.step, manifest=manifest)
         if not metrics["train/step_skipped"]:
             self._hook.after_step(len(batch.micro_batches))
         return metrics
 
-    def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Log-probs of each sample's response under the current weights; collective."""
-        return self._backend.log_probs(batch)
-
-    def ref_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Log-probs under the frozen model that the run started from; collective."""
-        return self._backend.ref_log_probs(batch)
-
-    def teacher_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Log-probs under the teacher; collective."""
-        return self._backend.teacher_log_probs(batch)
-
-    def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
-        """The frozen model's log-probs of every id of the samples' sampling masks; collective."""
-        return self._backend.reference_support(batch)
-
-    def values(self, batch: RankBatch) -> list[np.ndarray]:
-        """The critic's values before each response token; collective."""
-        return self._backend.values(batch)
+    def score(self, batch: RankBatch, model: ScoreModel, output: ScoreOutput) -> list[np.ndarray]:
+        """What `model` says of each sample of the batch (`Backend.score`); collective."""
+        return self._backend.score(batch, model=model, output=output)
 
     def replay(self, address: str, port: int, folder: Path, mode: Literal["bit", "close"]) -> ReplayReport:
         """Join a fresh mesh and run the recorded step of `folder` again; collective."""
@@ -178,7 +154,7 @@ class TrainWorker:
             "weight_version": version,
         }
 
-    def push(self, version: int) -> dict[str, str] | None:
+    def send_weights(self, version: int) -> dict[str, str] | None:
         """Send the current weights to every engine as `version`; collective. Engine URL -> state, on the sending rank."""
         weights = self._backend.state_for_sync()
         if self._pusher is None:

@@ -1,4 +1,4 @@
-"""Which implementation stands behind each seam that a recipe names: training backend and rollout engine."""
+"""Which implementation stands behind each seam that a recipe names: training backend, rollout, rollout engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 from miles.config import ConfigError
 
 if TYPE_CHECKING:
+    from miles.data.prompts import PromptSource
+    from miles.data.tokenizer import Tokenizer
     from miles.recipe import Recipe
     from miles.rollout.config import EngineConfig
+    from miles.rollout.engine import Engine
     from miles.rollout.engines.process import StartingEngine
+    from miles.rollout.protocol import Rollout
     from miles.train.megatron.backend import MegatronBackend
 
 
@@ -48,6 +52,15 @@ def build_backend(
         install=install,
         listener=listener,
     )
+
+
+def open_rollout(recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer) -> Rollout:
+    """Samples on policy, or at most `rollout.max_staleness` versions old."""
+    from miles.rollout.async_rollout import AsyncRollout
+    from miles.rollout.sync_rollout import SyncRollout
+
+    kind = AsyncRollout if recipe.rollout.max_staleness else SyncRollout
+    return kind(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed)
 
 
 def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path) -> StartingEngine:

@@ -17,20 +17,19 @@ from miles.orchestrate.placement import ClusterFacts, NodeFacts
 from miles.recipe.placement import ClusterConfig, check_address
 
 CONNECT_S = 5.0
-VARIABLE = "RAY_ADDRESS"
 
 
 def cluster_address(config: ClusterConfig) -> str | None:
     """The cluster to join, None for one of the command's own. `ClusterError` when recipe and RAY_ADDRESS disagree."""
-    exported = environment.foreign((VARIABLE,)).get(VARIABLE, "").strip() or None
+    exported = (environment.read("RAY_ADDRESS") or "").strip() or None
     if exported is not None:
         try:
             check_address(exported)
         except ValueError as error:
-            raise ClusterError(f"environment variable {VARIABLE}: {error}") from None
+            raise ClusterError(f"environment variable RAY_ADDRESS: {error}") from None
     if None not in (config.address, exported) and config.address != exported:
         raise ClusterError(
-            f"cluster.address is {config.address}, but the environment variable {VARIABLE} is {exported}; remove one of "
+            f"cluster.address is {config.address}, but the environment variable RAY_ADDRESS is {exported}; remove one of "
             "them"
         )
     chosen = config.address or exported

@@ -1,4 +1,4 @@
-"""The training loop: rollout, advantages, optimizer step, weight sync, record, checkpoint; then again.
+"""The training loop: collect, score, prepare, train, sync weights, record; now and then a checkpoint; then again.
 
 A step that trains makes the next weight version; one that counts nothing makes none. On policy, everything that a
 step depends on is in the checkpoint (weights, optimizer, prompt cursor), so a resumed run repeats it bit for bit.
@@ -7,24 +7,24 @@ step depends on is in the checkpoint (weights, optimizer, prompt cursor), so a r
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from miles.algos.config import AlgoConfig
-from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
-from miles.data.packing import FlopsShape
+from miles.algos.step_batches import PreparedSteps, gather_scores, prepare_scoring, prepare_steps
 from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig
 from miles.orchestrate.actor_group import RESUME_HINT, ActorGroup
-from miles.orchestrate.actors import BundlePlace
+from miles.orchestrate.actors import Recording
 from miles.orchestrate.errors import RunError
-from miles.orchestrate.rollout_source import RolloutSource
+from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.run_folder import RunFolder
+from miles.orchestrate.scores import put_scores, scores_needed
+from miles.orchestrate.stopwatch import Stopwatch
 from miles.recipe import Recipe
+from miles.rollout.protocol import Rollout, RolloutBatch
 
 Row = dict[str, Any]
 
@@ -35,147 +35,108 @@ class TrainingLoop:
 
     recipe: Recipe
     actors: ActorGroup
-    source: RolloutSource
+    rollout: Rollout
     folder: RunFolder
-    pad_id: int
+    schedule: ScheduleConfig
     record: Callable[[Row], None]
     before_checkpoint: Callable[[], None]
     version: int = 0
-    # What balancing by FLOPs needs to know of the model.
-    flops: FlopsShape | None = None
+    watch: GradientWatch | None = None
 
     async def run(self, first_step: int) -> None:
         """Steps `first_step` to `run.steps` - 1; a checkpoint now and then and after the last."""
         recipe = self.recipe
         if self.version:
-            check_engines(self.version, (await self.actors.on_all_workers("push", self.version))[0])
-        await self.source.start(self.version)
+            await self.send_weights(self.version)
+        await self.rollout.start(self.version)
         for step in range(first_step, recipe.run.steps):
-            self.record(await self.one_step(step))
+            await self.one_step(step)
             done = step + 1
             if done % recipe.run.checkpoint_every == 0 or done == recipe.run.steps:
                 await self.save(done)
 
-    async def one_step(self, step: int) -> Row:
-        """Generate, train, sync; returns the row of `metrics.jsonl`."""
-        start = time.perf_counter()
-        batch = await self.source.collect(step)
-        generated = time.perf_counter()
-        metrics = await self.train(step, batch.samples)
-        end = time.perf_counter()
+    async def one_step(self, step: int) -> None:
+        """One step of training, as a textbook has it."""
+        watch = Stopwatch()
+        with watch.measure("time/rollout"):
+            batch = await self.rollout.collect(step)
+        with watch.measure("time/score"):
+            await self.score(batch.samples)
+        with watch.measure("time/prepare"):
+            prepared = self.prepare(batch.samples)
+        with watch.measure("time/train"):
+            trained = await self.train(step, prepared)
+        with watch.measure("time/sync"):
+            await self.sync_weights(skipped=bool(trained["train/step_skipped"]))
+        self.record(self.row(step, batch, prepared.metrics | trained, watch.finish()))
+
+    async def score(self, samples: list[Sample]) -> None:
+        """Write into the samples what the algorithm needs beside what the engine gave: one pass for each score."""
+        needed = scores_needed(self.recipe)
+        if not needed:
+            return
+        batch = prepare_scoring(samples, self.schedule)
+        for score in needed:
+            arguments = [(batch.for_rank(dp_rank), score.model, score.output) for dp_rank in self.actors.dp_ranks]
+            results = dict(zip(self.actors.dp_ranks, await self.actors.on_workers("score", arguments), strict=True))
+            by_rank = [results[dp_rank] for dp_rank in range(len(batch.ranks))]
+            put_scores(samples, score, gather_scores(batch, by_rank, len(samples)))
+
+    def prepare(self, samples: list[Sample]) -> PreparedSteps:
+        """Advantages, and which rank trains which samples in which optimizer step."""
+        prepared = prepare_steps(samples, self.recipe.algo, self.schedule)
+        if not prepared.steps:
+            raise RunError(
+                f"{len(samples)} samples made no whole optimizer step; lower data.global_batch_size, or set "
+                "data.partial_step=train"
+            )
+        return prepared
+
+    async def train(self, step: int, prepared: PreparedSteps) -> dict[str, float]:
+        """The optimizer steps on every rank, while the requests of the next step are on their way; their metrics."""
+        run = self.recipe.run
+        recording = Recording(self.folder.replay, step, self.version) if step in run.replay_steps else None
+        arguments = [
+            (tuple(batch.for_rank(dp_rank) for batch in prepared.steps), recording) for dp_rank in self.actors.dp_ranks
+        ]
+        prefetch = self.rollout.prefetch(self.version + 1) if step + 1 < run.steps else asyncio.sleep(0)
+        metrics, _ = await asyncio.gather(self.actors.on_workers("train", arguments), prefetch)
+        return metrics[0]
+
+    async def sync_weights(self, *, skipped: bool) -> None:
+        """Every engine serves the next version from here on; a skipped step made none."""
+        if skipped:
+            await self.rollout.on_skipped_step()
+            return
+        await self.send_weights(self.version + 1)
+        self.version += 1
+        await self.rollout.on_new_version(self.version)
+
+    async def send_weights(self, version: int) -> None:
+        """The trainer's weights to every engine as `version`; an engine that does not serve it ends the run."""
+        check_engines(version, (await self.actors.on_all_workers("send_weights", version))[0])
+
+    def row(self, step: int, batch: RolloutBatch, metrics: dict[str, float], times: dict[str, float]) -> Row:
+        """The row of `metrics.jsonl`; bounds of `quant` are checked on a step that trained."""
         tokens = sum(sample.response_length for sample in batch.samples)
         row = {
             "step": step,
             "weight_version": self.version,
             **batch.metrics,
             **metrics,
-            "rollout/tokens_per_s": tokens / (end - start),
-            "time/rollout": generated - start,
-            "time/step": end - start,
+            "rollout/tokens_per_s": tokens / times["time/step"],
+            **times,
         }
+        if self.watch is not None:
+            row |= self.watch.see(row)
         if not metrics["train/step_skipped"]:
             self.recipe.quant.check_gates(row)
         return row
 
-    async def train(self, step: int, samples: list[Sample]) -> dict[str, float]:
-        """Advantages and schedule here, then the optimizer steps and the weight sync on every rank."""
-        recipe = self.recipe
-        await self.score_for(recipe.algo, samples)
-        prepared = prepare_steps(
-            samples,
-            recipe.algo,
-            self.schedule(),
-            pad_id=self.pad_id,
-            pad_multiple=self.pad_multiple,
-            use_support=self.use_support,
-        )
-        if not prepared.steps:
-            raise RunError(
-                f"{len(samples)} samples made no whole optimizer step; lower data.global_batch_size, or set "
-                "data.partial_step=train"
-            )
-        version = self.version + 1
-        bundle = BundlePlace(self.folder.replay, step) if step in recipe.run.replay_steps else None
-        arguments = [
-            (tuple(batch.for_rank(dp_rank) for batch in prepared.steps), version, bundle)
-            for dp_rank in self.actors.dp_ranks
-        ]
-        more = self.source.ahead(version) if step + 1 < recipe.run.steps else asyncio.sleep(0)
-        results, _ = await asyncio.gather(self.actors.on_workers("advance", arguments), more)
-        result = results[0]
-        if result["metrics"]["train/step_skipped"]:
-            await self.source.skipped()
-        else:
-            check_engines(version, result["engines"])
-            self.version = version
-            await self.source.advance(version)
-        return {**prepared.metrics, **result["metrics"]}
-
-    async def score_for(self, algo: AlgoConfig, samples: list[Sample]) -> None:
-        """Write into the samples what the algorithm needs beside what the engine gave."""
-        # After the first of several optimizer steps the policy is no longer the one that the ratio is taken to.
-        if algo.needs_old_log_probs or (self.recipe.several_steps and not algo.correction.bypass):
-            await self.score(samples, "log_probs", "old_log_probs")
-        if algo.needs_reference_support:
-            for sample, scores in zip(samples, await self.scores(samples, "reference_support"), strict=True):
-                # A sample without a response has no mask.
-                if sample.sampling_mask is not None:
-                    sample.sampling_mask = sample.sampling_mask.with_ref_log_probs(scores)
-        elif algo.needs_reference:
-            await self.score(samples, "ref_log_probs", "ref_log_probs")
-        if algo.needs_teacher:
-            await self.score(samples, "teacher_log_probs", "teacher_log_probs")
-        if algo.needs_values:
-            await self.score(samples, "values", "values")
-
-    async def score(self, samples: list[Sample], method: str, field: str) -> None:
-        """One number per response token from every worker's `method`, written into the samples' `field`."""
-        for sample, scores in zip(samples, await self.scores(samples, method), strict=True):
-            setattr(sample, field, scores)
-
-    async def scores(self, samples: list[Sample], method: str) -> list[np.ndarray]:
-        """What every worker's `method` gives for each sample, in their order."""
-        batch = prepare_scoring(
-            samples, self.schedule(), pad_id=self.pad_id, pad_multiple=self.pad_multiple, use_support=self.use_support
-        )
-        arguments = [(batch.for_rank(dp_rank),) for dp_rank in self.actors.dp_ranks]
-        results = dict(zip(self.actors.dp_ranks, await self.actors.on_workers(method, arguments), strict=True))
-        by_rank = [results[dp_rank] for dp_rank in range(len(batch.ranks))]
-        return gather_scores(batch, by_rank, len(samples))
-
-    @property
-    def use_support(self) -> bool:
-        """Score on the sampler's support: sampling cuts the distribution, and the recipe does not say otherwise."""
-        return self.recipe.rollout.needs_sampling_mask and self.recipe.algo.support_log_probs == "auto"
-
-    @property
-    def pad_multiple(self) -> int:
-        """Sequence parallelism cuts rows over the tensor-parallel ranks."""
-        parallel = self.recipe.train.parallel
-        return parallel.tp if parallel.sp else 1
-
-    def schedule(self) -> ScheduleConfig:
-        """The data-parallel schedule's settings for this mesh."""
-        data, parallel = self.recipe.data, self.recipe.train.parallel
-        return ScheduleConfig(
-            data_parallel=parallel.dp,
-            context_parallel=parallel.cp,
-            context_layout=parallel.cp_layout,
-            pad_multiple=self.pad_multiple,
-            max_tokens_per_gpu=data.max_tokens_per_gpu,
-            # Interleaved pipelines take micro-batches in groups of the stages.
-            micro_batch_multiple=parallel.pp if parallel.vpp else 1,
-            balance=data.balance,
-            layout=data.layout,
-            partial_step=data.partial_step,
-            flops=self.flops,
-            global_batch_size=data.global_batch_size,
-        )
-
     async def save(self, step: int) -> None:
         """Checkpoint after `step` steps: rows up to here are durable before the checkpoint says so."""
         self.before_checkpoint()
-        extra = {"step": step, "weight_version": self.version, "source": self.source.state()}
+        extra = {"step": step, "weight_version": self.version, "rollout": self.rollout.state()}
         await self.actors.on_all_workers("save", self.folder.checkpoints, extra)
 
 

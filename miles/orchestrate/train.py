@@ -24,18 +24,21 @@ from miles.observe.progress import Progress, open_progress
 from miles.observe.reward_report import MEAN_OVER, write_reward_report
 from miles.observe.tensorboard_events import TensorBoardEvents
 from miles.orchestrate.actor_group import ActorGroup, running_actors
+from miles.orchestrate.backends import open_rollout
 from miles.orchestrate.errors import ExpectationMissed
+from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.placed_cluster import placed_cluster
 from miles.orchestrate.placement import Placement
 from miles.orchestrate.preflight import check_inputs
-from miles.orchestrate.rollout_source import BoundedStaleness, OnPolicy, open_source
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
+from miles.orchestrate.schedule import schedule_config
 from miles.recipe import Recipe, digest
 from miles.rollout.engine import Engine
 from miles.rollout.pool import EnginePool
+from miles.rollout.protocol import Rollout
 from miles.rollout.sync_rollout import SyncRollout
 
 
@@ -101,24 +104,24 @@ class _Session:
                 timeout_s=recipe.rollout.request_timeout_s,
                 version_wait_s=recipe.run.timeout_s,
             )
-            source = open_source(recipe, engines, prompts, self.tokenizer)
-            first_step, version = self._resume(actors, source)
+            rollout = open_rollout(recipe, engines, prompts, self.tokenizer)
+            first_step, version = self._resume(actors, rollout)
             rows = rewind(folder.metrics, first_dropped_step=first_step)
             async with contextlib.AsyncExitStack() as stack:
                 await stack.enter_async_context(engines)
-                stack.push_async_callback(source.close)
+                stack.push_async_callback(rollout.close)
                 log = stack.enter_context(MetricsLog(folder.metrics))
                 record = self._recorder(stack, log, rows)
                 loop = TrainingLoop(
                     recipe,
                     actors,
-                    source,
+                    rollout,
                     folder,
-                    self.tokenizer.pad_id,
+                    schedule_config(recipe, pad_id=self.tokenizer.pad_id, flops=self._flops()),
                     record,
                     log.sync,
                     version=version,
-                    flops=self._flops(),
+                    watch=GradientWatch(recipe.algo, recipe.run.no_gradient_warning_steps, self.progress.warn, rows),
                 )
                 # What start-up made lives to the end: collections during the steps need not walk over it.
                 gc.collect()
@@ -139,13 +142,13 @@ class _Session:
         rope_kind, where = self.recipe.model.rope.type, str(self.model_dir / "config.json")
         return flops_shape(read_hf_config(self.model_dir), rope_kind=rope_kind, where=where)
 
-    def _resume(self, actors: ActorGroup, source: OnPolicy | BoundedStaleness) -> tuple[int, int]:
+    def _resume(self, actors: ActorGroup, rollout: Rollout) -> tuple[int, int]:
         """(first step to run, weight version that the trainer holds)."""
         for note in actors.notes:
             self.progress.stage(f"checkpoint passed over: {note}")
         if actors.resumed is None:
             return 0, 0
-        source.restore(actors.resumed["source"])
+        rollout.restore(actors.resumed["rollout"])
         step = int(actors.resumed["step"])
         self.progress.stage(f"resuming after step {step}")
         return step, int(actors.resumed["weight_version"])

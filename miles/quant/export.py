@@ -1,6 +1,6 @@
-"""Live export of a trainer's weights as an NVFP4 checkpoint with its contract.
+"""A trainer's weights as an NVFP4 checkpoint with its contract.
 
-Takes a stream of Hugging Face tensors (what a backend's `state_for_sync` yields), packs the routed experts, and
+Takes a stream of Hugging Face tensors (of a checkpoint, or what a backend's `state_for_sync` yields), packs the routed experts, and
 writes shards of a bounded size. Shards keep temporary names until the stream has ended and the contract is known;
 one given as `expected` must equal it, or nothing is published.
 """
@@ -16,6 +16,7 @@ import torch
 
 from miles.config.files import storage_error, write_atomic
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
+from miles.models.hf_files import copy_tokenizer_files
 from miles.quant import contract as contracts
 from miles.quant.contract import DIGEST_KEY, QuantContract, nvfp4_contract
 from miles.quant.convert.journal import COMPLETE
@@ -87,6 +88,7 @@ def export_nvfp4(
     expected: QuantContract | None = None,
     source_digest: str = "live",
     shard_bytes: int = 4 << 30,
+    tokenizer_dir: Path | None = None,
 ) -> QuantContract:
     """Write an NVFP4 checkpoint into an empty `directory`; returns its contract. COMPLETE is written last.
 
@@ -130,6 +132,8 @@ def export_nvfp4(
     quantization = nvfp4_quantization_config(config, compact_excludes(kept, quantised))
     new = {**model_config, "quantization_config": {**quantization, DIGEST_KEY: found.digest()}}
     write_atomic(directory / "config.json", json.dumps(new, indent=1) + "\n")
+    if tokenizer_dir is not None:
+        copy_tokenizer_files(tokenizer_dir, directory)
     contracts.write(directory, found)
     write_atomic(directory / COMPLETE, found.digest() + "\n")
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.models.hf_files import is_shard_name
+from miles.models.packed_experts import unpacked
 from miles.models.safetensors_header import DAMAGED, Header, read_header
 from miles.quant.errors import ConversionError
 
@@ -77,6 +78,11 @@ def read_headers(directory: Path) -> dict[str, Header]:
     if weight_map is not None and (lost := sorted(n for n, s in weight_map.items() if places.get(n) != s)):
         raise ConversionError(f"{directory / INDEX}: not in the shard it names: {', '.join(lost[:5])}; {DAMAGED}")
     return headers
+
+
+def weight_names(directory: Path) -> list[str]:
+    """Names of all tensors of a model folder; experts that a file packs into one tensor a layer are named one by one."""
+    return [name for header in read_headers(directory).values() for name, _, _ in unpacked(header.tensors)]
 
 
 def _is_text(name: str) -> bool:

@@ -52,7 +52,7 @@ class FakeQATHook:
     def _check_model(self, model_dir: Path | None) -> None:
         from miles.quant.contract import check_rounding
         from miles.quant.errors import QuantConfigError
-        from miles.quant.headers import read_headers, read_json
+        from miles.quant.headers import read_json, weight_names
 
         options = self.config.nvfp4
         if model_dir is None:
@@ -62,14 +62,9 @@ class FakeQATHook:
                 )
             return
         if options is not None:
-            names = [name for header in read_headers(model_dir).values() for name in header.tensors]
-            self.scope = options.scope(names, read_json(model_dir / "config.json"))
+            self.scope = options.scope(weight_names(model_dir), read_json(model_dir / "config.json"))
         where = "start of training" if self.rounding is None else "start of fake quantisation"
         check_rounding(model_dir, self.rounding, where=where, scope=self.scope)
-
-    @property
-    def enabled(self) -> bool:
-        return self.rounding is not None
 
     def __call__(self, chunk: nn.Module, hf_names: Callable[[str], Iterable[str]] | None = None) -> None:
         """`hf_names`: the Hugging Face names behind a parameter of the chunk, which the ignore list speaks of."""

@@ -277,10 +277,3 @@ def assert_called(model: nn.Module, micro_batches: int) -> None:
             raise_if_flagged()
         except ValueError as error:
             raise QuantError(f"fake quantisation: {error}") from error
-
-
-def uninstall(model: nn.Module) -> None:
-    """Give every module its own forward back."""
-    for hook in _state(model).hooks:
-        hook.module.__dict__.pop("forward", None)
-    object.__delattr__(model, _STATE)

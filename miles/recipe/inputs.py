@@ -66,12 +66,11 @@ def check_model_files(folder: Path) -> None:
 def check_contract(quant: QuantConfig, folder: Path) -> None:
     """`ConfigError` when the folder's quantisation contract asks for another rounding, as at the start of training."""
     from miles.quant.contract import check_rounding
-    from miles.quant.headers import read_headers, read_json
+    from miles.quant.headers import read_json, weight_names
 
     scope = None
     if quant.nvfp4 is not None:
-        names = [name for header in read_headers(folder).values() for name in header.tensors]
-        scope = quant.nvfp4.scope(names, read_json(folder / "config.json"))
+        scope = quant.nvfp4.scope(weight_names(folder), read_json(folder / "config.json"))
     check_rounding(folder, quant.fake_qat_config(), where="model.path", scope=scope)
 
 

@@ -210,7 +210,9 @@ def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         message = f"engine.device {recipe.engine.device} names one device, and the placement gives each engine its own"
         yield Finding("DEVICES", "error", message, "use engine.device=cuda; CUDA_VISIBLE_DEVICES limits what is used")
     if recipe.placement.mode == "colocated":
-        message = "placement.mode colocated needs engines that hand their memory over, which the loop does not drive yet"
+        message = (
+            "placement.mode colocated needs engines that hand their memory over, which the loop does not drive yet"
+        )
         yield Finding("DEVICES", "error", message, "use placement.mode=disaggregated")
     if recipe.placement.mode == "colocated" and recipe.rollout.max_staleness:
         message = (

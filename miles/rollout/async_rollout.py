@@ -9,9 +9,7 @@ as `SyncRollout` with over_sampling 1.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +21,9 @@ from miles.rollout.engine import Engine
 from miles.rollout.errors import RolloutError
 from miles.rollout.filters import FilterChain
 from miles.rollout.generate import GenerateFn, single_turn
-from miles.rollout.groups import GroupRunner, ResumablePrompts, RolloutBatch
+from miles.rollout.groups import GroupRunner, Prompts
 from miles.rollout.metrics import oldest_version, rollout_metrics
+from miles.rollout.protocol import RolloutBatch
 from miles.rollout.rewards import Decoder, RewardFn
 
 MAX_ATTEMPTS = 64
@@ -53,13 +52,13 @@ class GroupBuffer:
 
 
 class AsyncRollout:
-    """`await start(version)`, then for each step `collect`, train, sync, `await advance(version)`; `await close()`."""
+    """`start(version)`, then for each step `collect`, train, sync, `on_new_version(version)`; `close()` at the end."""
 
     def __init__(
         self,
         config: RolloutConfig,
         client: Engine,
-        prompts: ResumablePrompts,
+        prompts: Prompts,
         decoder: Decoder,
         *,
         run_seed: int,
@@ -80,7 +79,7 @@ class AsyncRollout:
         )
         self._filters = FilterChain(config.filters, starvation_limit=config.starvation_limit)
         self._submitted = 0  # numbers given out and not given back
-        self._held = 0
+        self._closed = False
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._refused: list[Sample] = []
@@ -92,31 +91,23 @@ class AsyncRollout:
         self._submitted += version * self.config.batch_groups
         self._submit()
 
-    async def advance(self, version: int) -> None:
+    async def prefetch(self, version: int) -> None:
+        """Nothing: what the bound allows is on its way already."""
+
+    async def on_new_version(self, version: int) -> None:
         """The trainer finished a step and every engine has `version`."""
         if version < self.trained_version:
             raise RolloutError(f"weight version {version} is below {self.trained_version}; versions only grow")
         self.trained_version = version
         self._submit()
 
-    async def skipped(self) -> None:
+    async def on_skipped_step(self) -> None:
         """The last batch counted nothing, so no version came of it: its numbers are free again."""
         self._submitted -= self.config.batch_groups
         self._submit()
 
-    @contextlib.asynccontextmanager
-    async def submission_held(self) -> AsyncIterator[None]:
-        """For evaluation: nothing new starts, what runs goes on."""
-        self._held += 1
-        try:
-            yield
-        finally:
-            self._held -= 1
-            self._submit()
-
     async def collect(self, step: int) -> RolloutBatch:
         """The next `batch_groups` groups to finish, within the staleness bound, in the order of their prompts."""
-        started = time.perf_counter()
         wanted = self.config.batch_groups
         accepted: list[_Submission] = []
         while len(accepted) < wanted:
@@ -130,14 +121,14 @@ class AsyncRollout:
                 else:
                     accepted.append(submission)
             if len(accepted) < wanted:
-                if not self.buffer.running and not self._held:
+                if not self.buffer.running:
                     raise RolloutError(
-                        f"step {step} has {len(accepted)} of {wanted} groups and nothing runs; call advance(version) "
-                        "after each step"
+                        f"step {step} has {len(accepted)} of {wanted} groups and nothing runs; call "
+                        "on_new_version(version) after each step"
                     )
                 await self._changed.wait()
         accepted.sort(key=lambda s: s.prompt.prompt_id)
-        return self._batch(accepted, started)
+        return self._batch(accepted)
 
     def state(self) -> dict[str, Any]:
         """JSON cursor: the stream's, and the prompts that were drawn but not delivered."""
@@ -152,7 +143,8 @@ class AsyncRollout:
         self._prompts.restore(state["prompts"])
 
     async def close(self) -> None:
-        self._held += 1
+        """Requests on their way are aborted."""
+        self._closed = True
         tasks = [s.task for s in self.buffer.running.values() if s.task is not None]
         for task in tasks:
             task.cancel()
@@ -161,7 +153,7 @@ class AsyncRollout:
 
     def _submit(self) -> None:
         """Start whatever the rule allows."""
-        if self._held or self._error is not None:
+        if self._closed or self._error is not None:
             return
         limit = (self.trained_version + self.config.max_staleness + 1) * self.config.batch_groups
         while self._submitted < limit:
@@ -207,7 +199,7 @@ class AsyncRollout:
         oldest = oldest_version(submission.samples or [])
         return 0 if oldest is None else self.trained_version - oldest
 
-    def _batch(self, accepted: Sequence[_Submission], started: float) -> RolloutBatch:
+    def _batch(self, accepted: Sequence[_Submission]) -> RolloutBatch:
         groups = [s.samples or [] for s in accepted]
         metrics = rollout_metrics(groups, self._refused)
         staleness = [self._staleness(s) for s in accepted]
@@ -217,7 +209,6 @@ class AsyncRollout:
             "rollout/dropped_stale": float(self._dropped),
             "rollout/resubmitted_aborted": float(self._resubmitted),
             "rollout/reward_errors": float(self._runner.rewards.take_errors()),
-            "time/rollout": time.perf_counter() - started,
         }
         metrics |= {f"rollout/refused/{reason}": float(n) for reason, n in self._filters.take_counts().items()}
         self._refused, self._dropped, self._resubmitted = [], 0, 0

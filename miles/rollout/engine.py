@@ -1,4 +1,4 @@
-"""`EngineClient`: the client side of the engine contract, for the embedded engine and for SGLang servers.
+"""`Engine`, what a rollout asks of an engine, and `EngineClient`: the client side of the engine contract, for the embedded engine and for SGLang servers.
 
 Token ids in, token ids out; text is refused by having no place for it. Concurrent `generate` calls of one event-loop
 tick travel as one batched request. Every wait is bounded and every reply is checked before anyone sees it.
@@ -59,6 +59,15 @@ class EngineInfo:
             )
 
 
+class Engine(Protocol):
+    """What a rollout needs of `EngineClient` or `EnginePool`."""
+
+    url: str
+
+    async def info(self) -> EngineInfo: ...
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     """One `generate_many`: its requests and where their results go."""
@@ -70,15 +79,6 @@ class _Call:
     def key(self) -> _Key:
         first = self.requests[0]
         return first.batch_key, first.return_sampling_mask, first.lora_path, first.min_weight_version
-
-
-class Engine(Protocol):
-    """What a rollout needs of `EngineClient` or `EnginePool`."""
-
-    url: str
-
-    async def info(self) -> EngineInfo: ...
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]: ...
 
 
 class EngineClient:
@@ -167,22 +167,11 @@ class EngineClient:
             raise EngineReplyError(f"engine {self.url}: /model_info: weight_version {text!r} is not a decimal string")
         return int(text)
 
-    async def healthy(self, *, generate: bool = False, timeout_s: float = 5.0) -> bool:
-        """Process health, or with `generate` one token through the engine. Never raises for a sick engine."""
-        try:
-            await self._json("GET", "/health_generate" if generate else "/health", timeout_s=timeout_s)
-        except (EngineUnreachable, EngineHttpError, EngineReplyError):
-            return False
-        return True
-
     async def pause(self, mode: str = "retract") -> None:
         await self._json("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         await self._json("POST", "/continue_generation", {})
-
-    async def flush_cache(self) -> None:
-        await self._json("POST", "/flush_cache", {})
 
     async def abort(self, rid: str | None = None, *, prefix: bool = False) -> None:
         """End one request, those whose id begins with `rid` (`prefix`), or all (`rid` None)."""
@@ -276,8 +265,6 @@ class EngineClient:
                 f"engine {self.url}: {path} answered {status} {kind}: {message}", status=status, kind=kind
             )
         if value is None:
-            if path.startswith("/health") or path == "/flush_cache":
-                return {}  # stock builds answer these in plain text
             raise EngineReplyError(f"engine {self.url}: {path} answered no JSON: {raw[:100]!r}")
         return value
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from miles.data.prompts import Prompt
@@ -20,26 +19,12 @@ MAX_CONTINUATIONS = 64
 
 
 class Prompts(Protocol):
-    """What a rollout needs of `miles.data.prompts.PromptSource`."""
+    """What a rollout needs of `miles.data.prompts.PromptSource`. The state is JSON and has the key `next_index`."""
 
     def next_groups(self, count: int) -> list[Prompt]: ...
     def score(self, completion: str, prompt: Prompt) -> float: ...
-
-
-class ResumablePrompts(Prompts, Protocol):
-    """Whose cursor goes into a checkpoint; it has the key `next_index`."""
-
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass(slots=True)
-class RolloutBatch:
-    """`samples` in group order; `metrics` by name; `weight_version` the oldest one of a trained token."""
-
-    samples: list[Sample]
-    metrics: dict[str, float]
-    weight_version: int
 
 
 class GroupRunner:
@@ -66,7 +51,7 @@ class GroupRunner:
     def close(self) -> None:
         self.rewards.close()
 
-    async def may_ask_early(self) -> bool:
+    async def may_prefetch(self) -> bool:
         """Whether requests can wait in the engine for a weight version that it does not serve yet."""
         if not getattr(self._generate, "waits_for_version", False):
             return False

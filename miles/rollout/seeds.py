@@ -7,11 +7,6 @@ from collections.abc import Iterable
 _MASK = (1 << 64) - 1
 
 
-def mix(*parts: int) -> int:
-    """A well mixed integer in [0, 2**63) of any integers, in order (SplitMix64 finalizer over a running state)."""
-    return _finish(_absorb(0x6A09E667F3BCC909, parts))
-
-
 def sampling_seeds(run_seed: int, group_id: int, count: int, *, attempt: int = 0) -> list[int]:
     """One seed for each sample of a group. `group_id` is the prompt's index in the stream, unique in the run;
     `attempt` counts how often the group was submitted anew. The step is left out on purpose: synchronous and

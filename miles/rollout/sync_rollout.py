@@ -10,28 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from miles.config import ConfigError
 from miles.data.prompts import Prompt
 from miles.data.sample import Sample
-from miles.rollout.async_rollout import AsyncRollout, GroupBuffer
 from miles.rollout.config import RolloutConfig
 from miles.rollout.engine import Engine
 from miles.rollout.errors import EngineReplyError, RolloutError
 from miles.rollout.filters import FilterChain
 from miles.rollout.generate import GenerateFn, single_turn
-from miles.rollout.groups import GroupRunner, Prompts, RolloutBatch
+from miles.rollout.groups import GroupRunner, Prompts
 from miles.rollout.metrics import oldest_version, rollout_metrics
+from miles.rollout.protocol import RolloutBatch
 from miles.rollout.rewards import Decoder, RewardFn
-
-__all__ = ["AsyncRollout", "GroupBuffer", "RolloutBatch", "SyncRollout"]
 
 
 class SyncRollout:
-    """Use inside one event loop. Call `close` when done."""
+    """`start(version)`, then for each step `collect`, train, sync, `on_new_version(version)`; `close()` at the end.
+
+    `prefetch` may be called while a step trains; `evaluate` at any time. Use inside one event loop.
+    """
 
     def __init__(
         self,
@@ -55,39 +56,60 @@ class SyncRollout:
             config, client, prompts, decoder, run_seed=run_seed, generate=generate, reward=reward
         )
         self._filters = FilterChain(config.filters, starvation_limit=config.starvation_limit)
-        self._early: _Wave | None = None
+        self._version: int | None = None
+        self._prefetched: _Wave | None = None
+        # Where the stream stood before prompts were drawn for the prefetched wave: what a checkpoint must hold.
+        self._cursor: dict[str, Any] | None = None
+
+    async def start(self, version: int) -> None:
+        """Every engine serves `version`; tokens of any other are an error from here on."""
+        self._version = version
+
+    async def prefetch(self, version: int) -> None:
+        """Send the first wave of the next `collect` now, to be started by the engine once it serves `version`.
+
+        Nothing is drawn or sent where the engine or the generate function cannot wait for a version.
+        """
+        if await self._runner.may_prefetch():
+            self._cursor = self._prompts.state()
+            self._prefetched = self._wave(self._config.batch_groups, version)
+
+    async def on_new_version(self, version: int) -> None:
+        """Every engine serves `version`."""
+        self._version = version
+
+    async def on_skipped_step(self) -> None:
+        """The version that `prefetch` named does not come: the same prompts, of what is served."""
+        if self._prefetched is not None:
+            await self._prefetched.cancel()
+            self._prefetched = self._send(self._prefetched.prompts, 0)
 
     async def close(self) -> None:
         """Requests on their way are aborted."""
-        if self._early is not None:
-            await self._early.cancel()
+        if self._prefetched is not None:
+            await self._prefetched.cancel()
         self._runner.close()
 
-    async def ask_early(self, weight_version: int) -> bool:
-        """Send the first wave of the next `collect` now, to be started by the engine once it serves `weight_version`.
+    def state(self) -> dict[str, Any]:
+        """JSON cursor of the stream, before the prompts that were prefetched but not collected."""
+        return {"prompts": self._prompts.state() if self._cursor is None else self._cursor}
 
-        False, and nothing was drawn or sent, where the engine or the generate function cannot wait for a version.
-        """
-        if not await self._runner.may_ask_early():
-            return False
-        self._early = self._wave(self._config.batch_groups, weight_version)
-        return True
+    def restore(self, state: dict[str, Any]) -> None:
+        """Before `start`: the stream goes on from where `state` was taken."""
+        self._prompts.restore(state["prompts"])
 
-    async def ask_again(self) -> None:
-        """The version that `ask_early` named does not come: the same prompts, of whatever is served."""
-        if self._early is not None:
-            await self._early.cancel()
-            self._early = self._send(self._early.prompts, 0)
-
-    async def collect(self, step: int, *, weight_version: int | None = None) -> RolloutBatch:
-        """`batch_groups` accepted groups. With `weight_version`, tokens of any other version are an error."""
-        started = time.perf_counter()
+    async def collect(self, step: int) -> RolloutBatch:
+        """`batch_groups` accepted groups, every token of the version that the engines serve."""
+        if self._version is None:
+            raise RolloutError(
+                f"step {step} has no weight version to check its tokens against; call start(version) first"
+            )
         wanted = self._config.batch_groups
         accepted: list[list[Sample]] = []
         refused: list[Sample] = []
         waves = surplus = 0
         while len(accepted) < wanted:
-            wave, self._early = self._early or self._wave(wanted - len(accepted), 0), None
+            wave, self._prefetched = self._prefetched or self._wave(wanted - len(accepted), 0), None
             waves += 1
             for group in await wave.groups():
                 if len(accepted) == wanted:
@@ -96,15 +118,14 @@ class SyncRollout:
                     accepted.append(group)
                 else:
                     refused += group
+        self._cursor = None
         samples = [sample for group in accepted for sample in group]
-        if weight_version is not None:
-            _check_versions(samples, weight_version, self._runner.engine.url)
+        _check_versions(samples, self._version, self._runner.engine.url)
         metrics = rollout_metrics(accepted, refused)
         metrics["rollout/waves"] = float(waves)
         metrics["rollout/surplus_groups"] = float(surplus)
         metrics |= {f"rollout/refused/{reason}": float(n) for reason, n in self._filters.take_counts().items()}
         metrics["rollout/reward_errors"] = float(self._runner.rewards.take_errors())
-        metrics["time/rollout"] = time.perf_counter() - started
         return RolloutBatch(samples, metrics, _version_of(samples))
 
     def _wave(self, missing: int, min_weight_version: int) -> _Wave:

@@ -7,7 +7,7 @@ acknowledged it; with two buckets the next round is staged meanwhile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -20,21 +20,12 @@ from miles.sync.formats import encode_group
 from miles.sync.plan import SyncPlan
 from miles.weight_wire.bucket import DTYPES, BucketHeader, Piece, align_up
 
-__all__ = ["BucketStager", "FixedBucket", "Placement", "align_up", "bucket_size", "pack_rounds", "staged_bytes"]
+__all__ = ["BucketStager", "FixedBucket", "align_up", "bucket_size", "staged_bytes"]
 
 logger = logging.getLogger(__name__)
 
 # (nbytes, itemsize) of one piece.
 Size = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Piece `piece` of group `group` starts at byte `offset` of its round."""
-
-    group: int
-    piece: int
-    offset: int
 
 
 def place(start: int, sizes: Sequence[Size]) -> tuple[list[int], int]:
@@ -50,25 +41,6 @@ def place(start: int, sizes: Sequence[Size]) -> tuple[list[int], int]:
 def staged_bytes(sizes: Sequence[Size]) -> int:
     """Bytes that a group takes in an empty bucket, alignment included."""
     return place(0, sizes)[1]
-
-
-def pack_rounds(groups: Iterable[Sequence[Size]], bucket_bytes: int) -> list[list[Placement]]:
-    """Lay out groups in order, never splitting one, into as few sequential rounds as that order allows.
-
-    `ValueError` if one group alone is larger than the bucket: size buckets with `bucket_size` first.
-    """
-    rounds: list[list[Placement]] = [[]]
-    end = 0
-    for number, sizes in enumerate(groups):
-        offsets, after = place(end, sizes)
-        if after > bucket_bytes:
-            if staged_bytes(sizes) > bucket_bytes:
-                raise ValueError(f"group {number} takes {staged_bytes(sizes)} bytes, the bucket holds {bucket_bytes}")
-            rounds.append([])
-            offsets, after = place(0, sizes)
-        rounds[-1] += [Placement(number, piece, offset) for piece, offset in enumerate(offsets)]
-        end = after
-    return [r for r in rounds if r]
 
 
 def bucket_size(plan: SyncPlan, bucket_bytes: int) -> int:
@@ -189,6 +161,9 @@ class BucketStager:
         self._current, self._pieces, self._end = None, [], 0
 
     def _stage(self, group: list[tuple[PlanEntry, torch.Tensor]]) -> None:
+        # In the plan's order, which `bucket_size` counted the bytes of: alignment depends on it.
+        if len(group) > 1:
+            group.sort(key=lambda item: self.plan.positions[item[0]])
         sizes = [_size(entry) for entry, _ in group]
         offsets, end = place(self._end, sizes)
         if end > self.bucket.nbytes:

@@ -45,7 +45,3 @@ class EngineSyncError(SyncError):
 
 class NoEngineLeft(SyncError):
     """Every engine failed the sync; carries what each one said."""
-
-
-class TransportTooSlow(SyncError):
-    """The timed first flush moved fewer bytes per second than sync.min_gb_per_s."""

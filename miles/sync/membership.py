@@ -72,10 +72,6 @@ class LiveSet:
         self.changes = 0
         self.set_engines(urls)
 
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return tuple(self._handles)
-
     def handle(self, url: str) -> EngineHandle:
         return self._handles[url]
 
@@ -122,11 +118,6 @@ class LiveSet:
         for handle in self._handles.values():
             handle.close()
         self._handles, self._live = {}, {}
-
-
-def freeze(live: LiveSet, *, timeout_s: float) -> tuple[LiveEngine, ...]:
-    """The live set for one sync as an immutable tuple (see `LiveSet.freeze`)."""
-    return live.freeze(timeout_s=timeout_s)[0]
 
 
 def status_of(reply: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class SyncPlan:
         return {name: tuple(entries) for name, entries in found.items()}
 
     @cached_property
+    def positions(self) -> dict[PlanEntry, int]:
+        """Where in its layout each piece stands."""
+        return {entry: number for entries in self.layouts.values() for number, entry in enumerate(entries)}
+
+    @cached_property
     def group_sizes(self) -> dict[tuple[str, str], int]:
         """(layout key, atomic group) -> number of pieces that must be ready before any of them is packed."""
         sizes: dict[tuple[str, str], int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class SyncReport:
     total_s: float
     seconds: Mapping[str, float]
     engines: Mapping[str, str]
-    sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> tuple[str, ...]:

@@ -243,7 +243,6 @@ class WeightPusher:
                 **{url: str(error) for url, error in session.failures.items()},
                 **away,
             },
-            sources={url: engine.table.source for url, engine in session.engines.items()},
         )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from miles.train.errors import TrainError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +22,28 @@ if TYPE_CHECKING:
     from miles.train.checkpoint import Skipped
 
 
+ScoreModel = Literal["policy", "reference", "teacher", "critic"]
+ScoreOutput = Literal["log_probs", "support", "values"]
+# What each model has to say: language models of tokens, a critic of rewards to come.
+SCORES: dict[ScoreModel, tuple[ScoreOutput, ...]] = {
+    "policy": ("log_probs", "support"),
+    "reference": ("log_probs", "support"),
+    "teacher": ("log_probs", "support"),
+    "critic": ("values",),
+}
+
+
+def check_score(model: str, output: str) -> None:
+    """`TrainError` for a pair that no backend can score."""
+    offered = {str(name): outputs for name, outputs in SCORES.items()}
+    if model not in offered:
+        raise TrainError(f"score: there is no model {model!r}; choose {', '.join(offered)}")
+    if output not in offered[model]:
+        able = [name for name, outputs in offered.items() if output in outputs]
+        hint = f"ask {' or '.join(able)} for it" if able else "there is no such output"
+        raise TrainError(f"score: the {model} gives {' or '.join(offered[model])}, not {output!r}; {hint}")
+
+
 @dataclass(frozen=True)
 class ParallelLayout:
     """This rank's place in the mesh. `is_sync_rank`: this rank yields from `state_for_sync`."""
@@ -28,14 +52,10 @@ class ParallelLayout:
     world_size: int
     dp_rank: int
     dp_size: int
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
     pp_size: int
     cp_rank: int
     cp_size: int
     ep_rank: int
-    ep_size: int
 
     @property
     def is_sync_rank(self) -> bool:
@@ -44,16 +64,12 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What `load_checkpoint` found: the loop's own state, the step it was saved at, and what was passed over.
-
-    `rng_restored` is false when the checkpoint was saved by another number of ranks.
-    """
+    """What `load_checkpoint` found: the loop's own state, the step it was saved at, and what was passed over."""
 
     extra: dict[str, Any]
     step: int
     path: Path
     skipped: tuple[Skipped, ...]
-    rng_restored: bool
 
 
 class ChunkHook(Protocol):
@@ -82,20 +98,14 @@ class Backend(Protocol):
     def step(self, batch: RankBatch) -> dict[str, float]:
         """Forward, backward, clip, optimizer step. Metrics are global and equal on every rank."""
 
-    def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Float32 [R] log-probs of each sample's response under the current weights, in the batch's sample order."""
+    def score(self, batch: RankBatch, *, model: ScoreModel, output: ScoreOutput) -> list[np.ndarray]:
+        """Float32 per sample, in the batch's sample order, without dummies; equal on all ranks of one `dp_rank`.
 
-    def ref_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Like `log_probs`, under the policy the run started from; kept only when the algorithm needs it."""
-
-    def teacher_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Like `log_probs`, under the teacher's model; kept only when the algorithm distils."""
-
-    def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
-        """Float32 per id of each sample's sampling mask: log-probs under the start policy, normalised on the support."""
-
-    def values(self, batch: RankBatch) -> list[np.ndarray]:
-        """Like `log_probs`: the critic's value before each response token; there is a critic only under `gae`."""
+        log_probs: [R] of the response; on the sampler's support when the batch carries one. support: one per id of the
+        sample's sampling mask, normalised on each token's support. values: [R], the critic's before each token.
+        policy: the current weights; reference: those that the run started from. A pair that `SCORES` lacks, or a model
+        that the algorithm did not ask for, is a `TrainError`.
+        """
 
     def save(self, directory: Path, *, extra: dict[str, Any]) -> Path:
         """Write an atomic checkpoint below `directory`; `extra` is JSON (data cursor, weight version, recipe)."""

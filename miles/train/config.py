@@ -91,7 +91,6 @@ class MegatronConfig(StrictModel):
 
     spec: Literal["auto", "local", "te"] = "auto"
     attention: Literal["auto", "own", "te"] = "auto"
-    weights_mode: Literal["own"] = "own"
     vocab_multiple: int = Field(default=1, ge=1, description="vocabulary rows per tp rank are a multiple of this")
 
 
@@ -99,7 +98,6 @@ class TrainConfig(StrictModel):
     """`num_threads`: torch threads of one CPU rank. `timeout_s` bounds every collective. `checkpoint_keep`: newest
     complete checkpoints that survive a save."""
 
-    backend: Literal["megatron"] = "megatron"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -1,6 +1,6 @@
 """Between a training checkpoint and a Hugging Face (HF) folder, in one process, without building a model.
 
-`checkpoint_to_hf` assembles the shards of any mesh; `hf_to_checkpoint` writes step 0 of a run on one rank, which any
+`checkpoint_to_hf` assembles the shards of any mesh, `checkpoint_to_nvfp4` packs them; `hf_to_checkpoint` writes step 0 of a run on one rank, which any
 mesh then loads. One parameter is held at a time, except for the shard being written.
 """
 
@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 from miles.models import registry
 from miles.models.family import read_hf_config
 from miles.models.hf_files import FolderWriter, HFCheckpoint, copy_tokenizer_files, write_json, write_shards
+from miles.models.spellings import stated_dtype
 from miles.models.weightmap import BoundMap
 from miles.quant import contract as contracts
+from miles.quant.export import export_nvfp4
+from miles.quant.scope import Ignore, Scope
 from miles.train import checkpoint
 from miles.train.checkpoint import Manifest
 from miles.train.errors import CheckpointError
@@ -67,21 +70,42 @@ def checkpoint_to_hf(source: Path, target: Path, *, tokenizer_dir: Path | None =
 
     Tensors get the dtype that config.json states. `tokenizer_dir`: where tokenizer files come from, if anywhere.
     """
-    import torch
-
     path, manifest = _open(Path(source))
     hf_config = dict(manifest.settings["hf_config"])
-    family = registry.by_name(manifest.family)
-    model = family.to_mcore(hf_config)
-    shards = ModelShards(path, manifest, "policy", family.weights.bind(model.map_shape))
-    dtype = getattr(torch, str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"))
     with FolderWriter(Path(target)) as folder:
         if tokenizer_dir is not None:
             copy_tokenizer_files(Path(tokenizer_dir), folder)
         write_json(folder / "config.json", hf_config)
-        write_shards(folder, ((name, tensor.to(dtype)) for name, tensor in shards.full("model")))
+        write_shards(folder, _policy(path, manifest))
         if (saved := manifest.settings.get("quantization_contract")) is not None:
             contracts.write(folder, contracts.parse(json.dumps(saved), where=path / "manifest.json"))
+    return Path(target)
+
+
+def checkpoint_to_nvfp4(source: Path, target: Path, *, tokenizer_dir: Path | None = None) -> Path:
+    """Write the policy of a checkpoint with its routed experts packed in NVFP4, as its contract says they were trained.
+
+    The numbers are those of `checkpoint_to_hf` and a conversion after it, without the folder between. `target` is
+    empty or absent. `CheckpointError` when the checkpoint was trained without fake quantisation.
+    """
+    path, manifest = _open(Path(source))
+    saved = manifest.settings.get("quantization_contract")
+    if saved is None:
+        raise CheckpointError(
+            f"{path}: was trained without fake quantisation, so nothing says how to round it; use `miles convert "
+            "mcore-to-hf`, then `miles convert bf16-to-nvfp4` with the rounding you want"
+        )
+    trained = contracts.parse(json.dumps(saved), where=path / "manifest.json")
+    export_nvfp4(
+        _policy(path, manifest),
+        Path(target),
+        trained.nvfp4(),
+        model_config=manifest.settings["hf_config"],
+        scope=Scope(Ignore(trained.ignore)),
+        expected=trained,
+        source_digest=trained.source_digest,
+        tokenizer_dir=tokenizer_dir,
+    )
     return Path(target)
 
 
@@ -122,6 +146,18 @@ def hf_to_checkpoint(source: Path, target: Path) -> Path:
         settings=settings,
     )
     return checkpoint.publish(folder, manifest, keep=1)
+
+
+def _policy(path: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full Hugging Face tensors of the policy, in the dtype that config.json states."""
+    import torch
+
+    hf_config = manifest.settings["hf_config"]
+    family = registry.by_name(manifest.family)
+    shards = ModelShards(path, manifest, "policy", family.weights.bind(family.to_mcore(hf_config).map_shape))
+    dtype = getattr(torch, stated_dtype(hf_config))
+    for name, tensor in shards.full("model"):
+        yield name, tensor.to(dtype)
 
 
 def _open(source: Path) -> tuple[Path, Manifest]:

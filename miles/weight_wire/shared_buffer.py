@@ -74,7 +74,10 @@ class AttachedBuffers:
         if key not in self._maps:
             mapping = _map(pid, fd, inode, nbytes)
             self._maps[key] = (mapping, torch.frombuffer(mapping, dtype=torch.uint8))
-        return self._maps[key][1]
+        tensor = self._maps[key][1]
+        if tensor.numel() != nbytes:
+            raise WeightWireError(f"shared memory of {tensor.numel()} bytes was announced again with {nbytes}")
+        return tensor
 
     def close(self) -> None:
         """Unmap everything. Tensors returned by `open` must not be used afterwards."""

@@ -1,7 +1,7 @@
 """Dependency directives in a pull request's description: the only parser.
 
-    ci-sglang-pr: #1234            refs/pull/1234/head of SGLang
-    ci-megatron-pr: dev            a branch or tag, or 40 hex digits
+    ci-engine-pr: #1234            refs/pull/1234/head of the dependency `engine` of docker/images.yaml
+    ci-engine-pr: dev              a branch or tag, or 40 hex digits
     ci-image-tag: nightly-2026     an image tag
 
 One directive a line, at column 0, nothing after the value. Values become `git ls-remote` arguments and
@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from miles_ci.bot.prose import prose_lines
 
-NAMES = ("ci-sglang-pr", "ci-megatron-pr", "ci-image-tag")
+IMAGE_TAG = "ci-image-tag"
+_DEPENDENCY = re.compile(r"ci-([a-z]+(?:-[a-z]+)*)-pr")
+# A plural, or another word about the image: meant as a directive, and none.
+_NEARLY = re.compile(r"ci-(?:[a-z]+-)+prs|ci-image(?:-[a-z]+)*")
 _LINE = re.compile(r"(ci-[a-z]+(?:-[a-z]+)*):(.*)")
 _PULL = re.compile(r"#[1-9]\d{0,6}")
 _SHA = re.compile(r"[0-9a-f]{40}")
@@ -38,14 +41,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Directives:
-    sglang: Target | None = None
-    megatron: Target | None = None
+    """`targets` name of a dependency -> what to test of it. Whether the name exists is for the catalogue to say."""
+
+    targets: Mapping[str, Target] = field(default_factory=dict)
     image_tag: str | None = None
 
     def as_json(self) -> dict[str, str]:
-        found = {"ci-sglang-pr": self.sglang, "ci-megatron-pr": self.megatron}
-        out = {name: target.text for name, target in found.items() if target is not None}
-        return out | ({"ci-image-tag": self.image_tag} if self.image_tag is not None else {})
+        out = {directive_of(name): target.text for name, target in self.targets.items()}
+        return out | ({IMAGE_TAG: self.image_tag} if self.image_tag is not None else {})
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,16 @@ class Errors:
     """Everything wrong with the directives of one body, with line numbers."""
 
     messages: tuple[str, ...]
+
+
+def directive_of(dependency: str) -> str:
+    return f"ci-{dependency}-pr"
+
+
+def dependency_of(directive: str) -> str | None:
+    """The dependency that a directive is about, None for the image tag and for any other text."""
+    found = _DEPENDENCY.fullmatch(directive)
+    return found[1] if found else None
 
 
 def parse_target(value: str) -> Target | str:
@@ -76,19 +89,21 @@ def parse_directives(body: str | None) -> Directives | Errors:
         if not found:
             continue
         name, rest = found[1], found[2]
-        if name not in NAMES:
-            if name.startswith(("ci-sglang", "ci-megatron", "ci-image")):
-                errors.append(f"line {line.number}: {name} is not a directive; known: {', '.join(NAMES)}")
+        if name != IMAGE_TAG and dependency_of(name) is None:
+            if _NEARLY.fullmatch(name):
+                errors.append(f"line {line.number}: {name} is not a directive; known: ci-DEPENDENCY-pr, {IMAGE_TAG}")
             continue
         problem = _store(values, name, rest)
         if problem:
             errors.append(f"line {line.number}: {name}: {problem}")
     if errors:
         return Errors(tuple(errors))
-    sglang, megatron = (parse_target(values[name]) if name in values else None for name in NAMES[:2])
-    assert not isinstance(sglang, str)
-    assert not isinstance(megatron, str)
-    return Directives(sglang, megatron, values.get("ci-image-tag"))
+    targets: dict[str, Target] = {}
+    for name, value in values.items():
+        dependency, target = dependency_of(name), parse_target(value)
+        if dependency is not None and isinstance(target, Target):
+            targets[dependency] = target
+    return Directives(targets, values.get(IMAGE_TAG))
 
 
 def _store(values: dict[str, str], name: str, rest: str) -> str | None:
@@ -97,7 +112,7 @@ def _store(values: dict[str, str], name: str, rest: str) -> str | None:
     if not form:
         return "expected one value after the colon and nothing behind it"
     value = form[1]
-    if name == "ci-image-tag":
+    if name == IMAGE_TAG:
         if not TAG.fullmatch(value):
             return "an image tag is up to 128 letters, digits, '_', '.' or '-'"
     else:
@@ -114,9 +129,8 @@ def precedence(
 ) -> dict[str, tuple[str, str]]:
     """Name -> (value, where it came from): dispatch input, then description, then release lock; absent = image."""
     chosen: dict[str, tuple[str, str]] = {}
-    for name in NAMES:
-        for values, source in ((dispatch, "dispatch"), (body.as_json(), "description"), (release, "release lock")):
-            if values.get(name):
-                chosen[name] = (values[name], source)
-                break
+    for values, source in ((dispatch, "dispatch"), (body.as_json(), "description"), (release, "release lock")):
+        for name, value in values.items():
+            if value:
+                chosen.setdefault(name, (value, source))
     return chosen

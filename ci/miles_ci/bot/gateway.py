@@ -22,7 +22,7 @@ from miles_ci.bot.marker import ours
 from miles_ci.bot.rerun.request import Request
 from miles_ci.bot.runs import DispatchLost, Run, dispatch, jobs_of, read_run, to_run
 from miles_ci.errors import CiError
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.report.escape import code, markdown
 
 HELP_PAUSE_S = 600

@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from miles_ci.bot import access, deps, gate, planning, status_card
+from miles_ci.bot import access, gate, planning, resolve_run, status_card
 from miles_ci.bot.actions_io import event, field, variable, write_outputs, write_summary
-from miles_ci.bot.dependencies import load_dependencies
+from miles_ci.bot.dependency_checkouts import load_dependencies
 from miles_ci.bot.directives import Directives
 from miles_ci.bot.github import Client
 from miles_ci.bot.grammar import SHA
@@ -24,7 +24,7 @@ from miles_ci.bot.rerun import resolve as resolving
 from miles_ci.bot.rerun.request import Request
 from miles_ci.bot.runs import read_run
 from miles_ci.errors import ExitCode, UsageError
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet, load_fleet
 from miles_ci.report.strict_json import StrictJsonError, loads
 from miles_ci.run.results import write_json
 
@@ -45,7 +45,7 @@ def app_id() -> int:
 
 
 def _fleet() -> Fleet:
-    return Fleet.load(REGISTRY, shown_as="registry.yaml")
+    return load_fleet(REGISTRY, shown_as="registry.yaml")
 
 
 def _run() -> tuple[int, int, str]:
@@ -56,7 +56,7 @@ def _run() -> tuple[int, int, str]:
 
 def _resolver() -> Callable[[Directives], dict[str, str]]:
     dependencies = load_dependencies(Path("."))
-    return lambda directives: deps.resolve_commits(directives, dependencies)
+    return lambda directives: resolve_run.resolve_commits(directives, dependencies)
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -113,7 +113,7 @@ def resolve_deps(args: argparse.Namespace) -> int:
         dispatch, body = {str(k): str(v) for k, v in given.items()} | dispatch, ""
     head = ((pull or {}).get("head") or {}).get("repo") or {}
     fork = bool(pull) and head.get("full_name") != variable("GITHUB_REPOSITORY")
-    found = deps.resolve_run(
+    found = resolve_run.resolve_run(
         body=body, dispatch=dispatch, cadence=variable("CADENCE", required=False) or "regular", fork=fork, root=Path("."),
         fleet=_fleet(), image=args.image, dependencies=load_dependencies(Path(".")), registry=Registry(variable("GITHUB_TOKEN")),
     )  # fmt: skip
@@ -221,7 +221,7 @@ def _image_of(fleet: Fleet, backend: str, request: Request, registry: Registry) 
 
     name = default_image(fleet, backend)
     dispatch = {"ci-image-tag": request.directives["ci-image-tag"]} if "ci-image-tag" in request.directives else {}
-    found = deps.resolve_run(
+    found = resolve_run.resolve_run(
         body="", dispatch=dispatch, cadence="regular", fork=False, root=Path("."), fleet=fleet, image=name, dependencies={}, registry=registry
     )  # fmt: skip
     digest = registry.digest(found.image_reference)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_ci.fleet import Fleet
 from miles_ci.plan.build import PlanOptions, build_plan
 from miles_ci.plan.model import Plan
+from miles_ci.registry import Fleet
 from miles_ci.select.affected import affected_since
 from miles_ci.select.policy import Policy
 from miles_ci.select.selection import Selection, select

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from miles_ci.bot.grammar import COMMANDS
 from miles_ci.bot.marker import Marker
-from miles_ci.fleet import Fleet
 from miles_ci.plan.model import Plan
+from miles_ci.registry import Fleet
 from miles_ci.report.escape import code, markdown
 
 _WHO = {

@@ -128,10 +128,10 @@ def _warn_of_labels(fleet: Any, labels: list[str]) -> None:
 def _outcomes(args: argparse.Namespace, workflows: Any, name: str, given: dict[str, str]) -> dict[str, Any]:
     """Outputs of plan, resolve-deps and authorise for every test workflow that is run or called."""
     from miles_ci.bot import planning
-    from miles_ci.fleet import Fleet
+    from miles_ci.registry import load_fleet
     from miles_ci.workflows.simulate import Outcome
 
-    fleet = Fleet.load(args.root / "registry.yaml", shown_as="registry.yaml")
+    fleet = load_fleet(args.root / "registry.yaml", shown_as="registry.yaml")
     labels = {"pull_request": {"labels": [{"name": label} for label in args.labels.split()]}}
     counts = _counts(args.count, fleet.suites)
     _warn_of_labels(fleet, args.labels.split())

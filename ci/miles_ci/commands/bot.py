@@ -1,4 +1,4 @@
-"""Jobs of the generated workflows. Values come from the environment that the workflow sets; see ci/miles_ci/bot/jobs.py.
+"""Jobs of the generated workflows. Values come from the environment that the workflow sets; see miles_ci.bot.jobs.
 
 miles-ci bot plan --cadence regular --root . --suites "stage-a-cpu" --output plan.json
 miles-ci bot gate --suites "stage-a-cpu" --plan plan --results results --output merged
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     resolve = jobs.add_parser("resolve", help="rerun: registrations of the file")
     resolve.add_argument("--root", type=Path, required=True, help="checkout of the tested commit, read as data")
     for name in ("announce", "approve", "authorise", "card", "gateway", "lint-report", "report", "sweep"):
-        jobs.add_parser(name, help="see ci/miles_ci/bot/jobs.py")
+        jobs.add_parser(name, help="see miles_ci.bot.jobs")
 
 
 def main(args: argparse.Namespace) -> int:

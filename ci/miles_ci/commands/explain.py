@@ -1,7 +1,7 @@
 """Why each registration runs or does not: reason codes with the deciding line of the registry or the test.
 
 miles-ci explain                                     every registration, counted by reason
-miles-ci explain tests/e2e/test_x.py --label run-ci-megatron
+miles-ci explain tests/e2e/test_x.py --label run-ci-core
 """
 
 from __future__ import annotations

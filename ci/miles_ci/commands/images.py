@@ -3,8 +3,8 @@
 miles-ci images key --image cuda --base-digest sha256:…   content key and tag
 miles-ci images build --image cuda --push                  build what the registry lacks
 miles-ci images edits --repo DIR --commit SHA --edits docker/edits/cu12.yaml
-miles-ci images patches --repo DIR --patches docker/patches/sglang
-miles-ci images dependencies checkout|check|apply|install  from SGLANG_SHA and MEGATRON_SHA
+miles-ci images patches --repo DIR --patches docker/patches/engine
+miles-ci images dependencies checkout|check|apply|install  from DEPENDENCY_COMMITS, a JSON object
 miles-ci images metadata --forbid cu13                     no installed distribution may require it
 """
 
@@ -61,10 +61,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, name: str) -> tuple:
     from miles_ci.bot.oci import Registry
-    from miles_ci.fleet import Fleet
+    from miles_ci.registry import load_fleet
     from miles_ci.workflows import images
 
-    made = images.recipe(Fleet.load(args.root / "registry.yaml", shown_as="registry.yaml"), args.root, name)
+    made = images.recipe(load_fleet(args.root / "registry.yaml", shown_as="registry.yaml"), args.root, name)
     registry = Registry(os.environ.get("GITHUB_TOKEN", ""))
     base_digest = args.base_digest or registry.digest(made.base)
     if not base_digest:
@@ -83,10 +83,10 @@ def _key(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from miles_ci.fleet import Fleet
+    from miles_ci.registry import load_fleet
     from miles_ci.workflows.images import build_command, tag_of
 
-    names = [args.image] if args.image else list(Fleet.load(args.root / "registry.yaml").images)
+    names = [args.image] if args.image else list(load_fleet(args.root / "registry.yaml").images)
     for name in names:
         made, key, base_digest, registry = _plan(args, name)
         if args.key and args.key != key:
@@ -134,9 +134,12 @@ def _patches(args: argparse.Namespace) -> int:
 
 
 def _dependencies(args: argparse.Namespace) -> int:
-    from miles_ci.bot.dependencies import load_dependencies, perform
+    from miles_ci.bot.dependency_checkouts import load_dependencies, perform
+    from miles_ci.report.strict_json import loads
 
-    commits = {"sglang": os.environ.get("SGLANG_SHA", ""), "megatron": os.environ.get("MEGATRON_SHA", "")}
+    commits = loads(os.environ.get("DEPENDENCY_COMMITS") or "{}", what="DEPENDENCY_COMMITS")
+    if not isinstance(commits, dict) or not all(isinstance(commit, str) for commit in commits.values()):
+        raise UsageError("DEPENDENCY_COMMITS: expected a JSON object of dependency -> commit")
     for line in perform(args.step, load_dependencies(args.root), commits):
         print(line)
     return ExitCode.OK

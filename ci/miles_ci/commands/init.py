@@ -12,10 +12,10 @@ import argparse
 from pathlib import Path
 
 from miles_ci.errors import ExitCode, UsageError
-from miles_ci.fleet.load import REGISTRY
-from miles_ci.fleet.schema import SCHEMA_PATH, schema_text
+from miles_ci.registry.load import REGISTRY
+from miles_ci.registry.schema import SCHEMA_PATH, schema_text
 
-FIRST_REGISTRY = Path(__file__).resolve().parents[1] / "fleet" / "first_registry.yaml"
+FIRST_REGISTRY = Path(__file__).resolve().parents[1] / "registry" / "first_registry.yaml"
 
 NEXT = """\
 now: put a first test into tests/fast/test_*.py, then miles-ci lint, then miles-ci run --suite stage-a-cpu

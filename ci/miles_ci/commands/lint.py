@@ -11,8 +11,8 @@ import sys
 from miles_ci.commands.options import add_workspace, workspace
 from miles_ci.commands.output import print_json
 from miles_ci.errors import ExitCode, combine_exit_codes
-from miles_ci.fleet.schema import SCHEMA_PATH, schema_text
 from miles_ci.lint import LintReport, lint
+from miles_ci.registry.schema import SCHEMA_PATH, schema_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

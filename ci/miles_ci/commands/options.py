@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 
 from miles_ci.errors import UsageError
-from miles_ci.fleet.dates import parse_day
+from miles_ci.registry.dates import parse_day
 from miles_ci.select.affected import Affected, affected_of_diff, affected_since
 from miles_ci.select.policy import CADENCES, Policy, cadence_of_cron
 from miles_ci.select.selection import Selection, select

@@ -245,7 +245,7 @@ def _devices(space: Workspace, shard: Shard) -> tuple[Device, ...]:
     """The devices this runner may use; refused when they are not what the suite's registry entry promises."""
     if shard.backend == "cpu":
         return ()
-    from miles_ci.fleet.identify import MEMORY_TOLERANCE, model_of
+    from miles_ci.registry.identify import MEMORY_TOLERANCE, model_of
     from miles_ci.run.devices import DevicesUnavailable, host_devices, inherited
 
     devices = inherited(host_devices(shard.backend), shard.backend)

@@ -8,13 +8,13 @@ from typing import Any
 
 from miles_ci.declare.model import IMPLICIT_SUITE
 from miles_ci.errors import UsageError, suggestion
-from miles_ci.fleet.model import Fleet
 from miles_ci.plan.durations import Durations
 from miles_ci.plan.estimate import Estimate, estimate
 from miles_ci.plan.model import DECLARATION_ERROR, TEST, Plan, Shard, SuitePlan, Unit
 from miles_ci.plan.shard import Division, divide, shard_count
 from miles_ci.plan.slots import area
 from miles_ci.plan.split import groups_of, split, splittable
+from miles_ci.registry.model import Fleet
 from miles_ci.select.registrations import Catalog, Fault
 from miles_ci.select.selection import Excluded, Included, Selection
 

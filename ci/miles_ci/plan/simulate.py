@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from miles_ci.errors import UsageError
-from miles_ci.fleet.model import Fleet
 from miles_ci.plan.model import Plan
+from miles_ci.registry.model import Fleet
 
 NOISE_SIGMA = 0.15
 

@@ -15,8 +15,8 @@ from typing import Any
 from miles_ci.declare.model import Declaration
 from miles_ci.errors import UsageError
 from miles_ci.files import write_whole
-from miles_ci.fleet.model import Fleet
 from miles_ci.plan.durations import MIN_OBSERVATIONS, Durations, Key, Learned, Observation
+from miles_ci.registry.model import Fleet
 from miles_ci.select.registrations import Catalog, Registration
 
 REWRITE_FACTOR = 1.5

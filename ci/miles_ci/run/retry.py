@@ -97,7 +97,7 @@ PLAIN_TIMEOUT = Classification("timeout", "timeout", "none", 1)
 
 
 def rows_from(table: Mapping[str, Any]) -> tuple[RetryRow, ...]:
-    """The rows of the registry's `retry` section (class name -> `miles_ci.fleet.RetryRule`), in file order."""
+    """The rows of the registry's `retry` section (class name -> `miles_ci.registry.RetryRule`), in file order."""
     return tuple(
         RetryRow(
             name=name,

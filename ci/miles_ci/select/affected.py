@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_ci.fleet.model import SelectionRules
+from miles_ci.registry.model import SelectionRules
 from miles_ci.select.diff import Change, DiffError, changes_since, contents_at, parse_name_status
 from miles_ci.select.globs import matches
 from miles_ci.select.graph import Graph, python_files, read_imports

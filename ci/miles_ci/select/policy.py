@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from miles_ci.errors import UsageError, nearest, suggestion
-from miles_ci.fleet.model import Fleet
+from miles_ci.registry.model import Fleet
 
 PREFIX = "run-ci-"
 ALL, IMAGE, NIGHTLY, BYPASS = "run-ci-all", "run-ci-image", "nightly", "bypass-fastfail"

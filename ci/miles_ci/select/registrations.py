@@ -12,8 +12,8 @@ from datetime import date
 
 from miles_ci.declare.model import Declaration, GateDeclaration, Scan
 from miles_ci.errors import Diagnostic, suggestion
-from miles_ci.fleet.dates import until_problem
-from miles_ci.fleet.model import Fleet
+from miles_ci.registry.dates import until_problem
+from miles_ci.registry.model import Fleet
 
 Observed = Callable[[str, str], bool]
 """(path, suite) -> whether enough durations are known to do without `est_time`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import date
 
-from miles_ci.fleet.model import Fleet, Suite
+from miles_ci.registry.model import Fleet, Suite
 from miles_ci.select.affected import Affected
 from miles_ci.select.policy import Policy
 from miles_ci.select.registrations import Catalog, Fault, Registration, eligible_pools

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from miles_ci.errors import ExitCode
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.workflows import generate
 from miles_ci.workflows.lint import lint
 from miles_ci.workflows.model import load_all

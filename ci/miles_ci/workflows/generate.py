@@ -11,9 +11,10 @@ from pathlib import Path
 
 from miles_ci.errors import UsageError
 from miles_ci.files import write_whole
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.workflows.emit import to_yaml
 from miles_ci.workflows.files import bots, pr_test, reusable, scheduled, service
+from miles_ci.workflows.harness import place_harness
 
 FOLDER = Path(".github/workflows")
 HEADER = "Generated from registry.yaml by `miles-ci generate`. Do not edit; run `miles-ci generate` instead."
@@ -25,7 +26,10 @@ def render(fleet: Fleet) -> dict[str, str]:
     documents = reusable.documents() | pr_test.documents(fleet) | scheduled.documents(fleet) | service.documents(fleet)
     watched = ["nightly.yml", "pr-test.yml", "pr-test-rocm.yml", "release.yml", "weekly.yml"]
     documents |= bots.documents(fleet, [documents[name]["name"] for name in watched if name in documents])
-    return {(FOLDER / name).as_posix(): to_yaml(documents[name], header=HEADER) for name in sorted(documents)}
+    return {
+        (FOLDER / name).as_posix(): to_yaml(place_harness(documents[name], fleet.harness), header=HEADER)
+        for name in sorted(documents)
+    }
 
 
 def _is_ours(path: Path) -> bool:
@@ -68,7 +72,7 @@ def write(fleet: Fleet, root: Path) -> list[str]:
     if strangers:
         raise UsageError(
             f"{FOLDER.as_posix()}: not generated from the registry: {', '.join(strangers)}; nothing was written. "
-            "Everything in this folder is generated: move what these files do into ci/miles_ci/workflows/files, or delete them"
+            "Everything in this folder is generated: move what these files do elsewhere, or delete them"
         )
     for name, text in wanted.items():
         path = root / name

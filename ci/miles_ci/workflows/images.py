@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_ci.errors import UsageError, suggestion
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.select.globs import matches
 from miles_ci.workflows.model import parse_yaml
 

@@ -1,7 +1,7 @@
 """GitHub's own JavaScript packages (parser, expressions, API description), run through Node.
 
 Absent Node or packages are reported by `missing()` and never count as a pass. Install with
-`npm ci` in `ci/miles_ci/workflows/node`.
+`npm ci --prefix "$(python -m miles_ci.workflows.node_tools)"`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def missing() -> str | None:
     if shutil.which("node") is None:
         return "node is not installed (version 20 or newer)"
     if not (NODE_DIR / "node_modules").is_dir():
-        return f"packages are not installed: run `npm ci` in {NODE_DIR.name}/ under ci/miles_ci/workflows"
+        return f"packages are not installed: run `npm ci` in {NODE_DIR}"
     return None
 
 
@@ -47,3 +47,7 @@ def run_node(script: str, args: Sequence[str] = (), *, stdin: Any = None, timeou
 def official_parse(paths: Sequence[Path]) -> dict[str, Any]:
     """GitHub's parser on workflow files: `{path: {"errors": [...], "jobs": {...}}}`."""
     return run_node("parse.mjs", [str(path.resolve()) for path in paths])
+
+
+if __name__ == "__main__":
+    print(NODE_DIR)

@@ -17,10 +17,11 @@ Step = dict[str, Any]
 LOCK = Path(__file__).with_name("actions.lock.yaml")
 HOSTED = "ubuntu-24.04"
 PYTHON = "3.11"
-# Folder of the repository that holds the harness' distribution.
-HARNESS = "ci"
+PIP = "python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt"
 # Minutes beyond a suite's own limit: checkout, health check, upload.
 EXTRA_MINUTES = 20
+# Replaced when a document is rendered, see `miles_ci.workflows.harness`.
+HARNESS_NEEDS, HARNESS_PROJECTS = "@harness-needs@", "@harness-projects@"
 PRELUDE = "set -euo pipefail\n"
 
 
@@ -81,10 +82,7 @@ def setup_python() -> Step:
 
 def install_ci() -> Step:
     """What `python -m miles_ci` needs, from our constraints; never anything of a pull request on a privileged job."""
-    return run(
-        "Install the harness' dependencies",
-        "python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt pydantic pyyaml",
-    )
+    return run("Install what the harness needs", f"{PIP} {HARNESS_NEEDS}")
 
 
 def trusted_tools() -> list[Step]:
@@ -172,8 +170,6 @@ def job(
     out["timeout-minutes"] = minutes
     out["permissions"] = dict(sorted(permissions.items()))
     out |= extra or {}
-    if any("python -m miles_ci" in step.get("run", "") for step in steps):
-        out["env"] = {**out.get("env", {}), "PYTHONPATH": HARNESS}
     if outputs:
         out["outputs"] = dict(outputs)
     out["steps"] = steps

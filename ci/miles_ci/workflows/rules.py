@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.workflows.files.pr_test import root_gate, suites_of
 
 # GPU stage with something selected: (fast-fail bypassed, state of the gating stage) -> runs.

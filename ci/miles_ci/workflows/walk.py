@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.workflows.expr import Env, context_paths, is_truthy, status_functions
 from miles_ci.workflows.expr.values import normalise
 from miles_ci.workflows.model import Job, Workflow
@@ -203,7 +203,7 @@ def walk(workflows: Mapping[str, Workflow], fleet: Fleet) -> WalkReport:
                         name,
                         job.id,
                         False,
-                        "every job needs a rule in ci/miles_ci/workflows/rules.py",
+                        "every job needs a rule in miles_ci.workflows.rules",
                         (),
                         str(job.condition),
                     )

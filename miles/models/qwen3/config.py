@@ -12,18 +12,23 @@ from typing import Any
 from miles.models.config import ModelShape
 from miles.models.family import FamilyConfig, HFConfig
 from miles.models.rope import RopeSpec
+from miles.models.spellings import complete, stated_dtype
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 
 
 def attention_fields(hf: HFConfig) -> dict[str, Any]:
     """The fields that dense and MoE share, checked."""
-    hf.require("hidden_act", ("silu",), "only the gated SiLU MLP is built")
+    hf.require("hidden_act", ("silu", "swish"), "only the gated SiLU MLP is built")
     hf.require("attention_bias", (False,), "attention projections carry no bias in this family")
     hf.require("attention_dropout", (0, 0.0), "dropout makes trainer and engine disagree")
-    hf.require("use_sliding_window", (False,), "sliding-window layers are not built")
+    hf.require("use_sliding_window", (False, None), "sliding-window layers are not built")
+    hf.require("per_layer_config", (None, {}), "layers of one model are built alike")
+    layers = hf.integer("num_hidden_layers")
+    hf.require("layer_types", (None, ["full_attention"] * layers), "every layer attends to all tokens")
+    stated_dtype(hf.values, where=hf.where)
     return {
-        "num_layers": hf.integer("num_hidden_layers"),
+        "num_layers": layers,
         "hidden_size": hf.integer("hidden_size"),
         "ffn_hidden_size": hf.integer("intermediate_size"),
         "heads": hf.integer("num_attention_heads"),
@@ -108,6 +113,7 @@ def model_shapes(hf: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], 
 
 def shapes(hf: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Every tensor of a Qwen3 checkpoint."""
+    hf = complete(hf)
     yield from model_shapes(hf)
     for layer in range(hf["num_hidden_layers"]):
         yield from attention_shapes(hf, layer)

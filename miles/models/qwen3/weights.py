@@ -42,7 +42,6 @@ MAP = WeightMap(rules=MODEL_RULES + ATTENTION_RULES + MLP_RULES, tied=TIED, atom
 
 FAMILY = Family(
     name="qwen3",
-    model_type="qwen3",
     architectures=(config.ARCHITECTURE,),
     to_mcore=config.to_mcore,
     weights=MAP,

@@ -13,6 +13,7 @@ from miles.models.config import ModelShape
 from miles.models.family import FamilyConfig, HFConfig
 from miles.models.qwen3 import config as dense
 from miles.models.rope import RopeSpec
+from miles.models.spellings import complete
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -62,6 +63,7 @@ def hf_config(shape: ModelShape, vocab_size: int, special: Mapping[str, int | No
 
 def shapes(hf: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Every tensor of a Qwen3-MoE checkpoint."""
+    hf = complete(hf)
     yield from dense.model_shapes(hf)
     hidden, width = hf["hidden_size"], hf["moe_intermediate_size"]
     for layer in range(hf["num_hidden_layers"]):

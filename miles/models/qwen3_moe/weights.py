@@ -23,7 +23,6 @@ MAP = WeightMap(rules=dense.MODEL_RULES + dense.ATTENTION_RULES + EXPERT_RULES, 
 
 FAMILY = Family(
     name="qwen3_moe",
-    model_type="qwen3_moe",
     architectures=(config.ARCHITECTURE,),
     to_mcore=config.to_mcore,
     weights=MAP,

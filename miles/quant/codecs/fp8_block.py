@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from miles.kernels.formats import E4M3_MAX, e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode
-from miles.quant.codecs.checks import check_finite, check_rounded, check_weight, fp32_scalar
+from miles.quant.codecs.checks import check_finite, check_weight, fp32_scalar
 
 TILE = 128
 FLOOR = 1e-10
@@ -50,7 +50,3 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = to
     """Codes uint8 [M, N] and a scale (fp32, or e8m0 bytes as uint8) -> weights of `dtype`."""
     s = e8m0_decode(scale) if scale.dtype == torch.uint8 else scale
     return (e4m3_decode(codes) * spread(s, *codes.shape)).to(dtype)
-
-
-def qdq(weight: torch.Tensor, *, scale: ScaleKind = "fp32", name: str = "weight") -> torch.Tensor:
-    return check_rounded(dequantize(*quantize(weight, scale=scale, name=name), dtype=weight.dtype), name)

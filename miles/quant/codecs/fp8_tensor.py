@@ -22,7 +22,3 @@ def quantize(weight: torch.Tensor, *, name: str = "weight") -> tuple[torch.Tenso
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Codes uint8 and scale fp32 [1] -> weights of `dtype`."""
     return (e4m3_decode(codes) * scale).to(dtype)
-
-
-def qdq(weight: torch.Tensor, *, name: str = "weight") -> torch.Tensor:
-    return dequantize(*quantize(weight, name=name), dtype=weight.dtype)

@@ -13,7 +13,7 @@ from miles.kernels.formats import (
     pack_e2m1,
     unpack_e2m1,
 )
-from miles.quant.codecs.checks import check_finite, check_rounded, check_weight
+from miles.quant.codecs.checks import check_finite, check_weight
 
 BLOCK = 32
 RECIPROCAL = float(torch.tensor(1.0 / 6.0, dtype=torch.float32))
@@ -32,7 +32,3 @@ def dequantize(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = t
     """Packed codes [M, K/2], e8m0 codes uint8 [M, K/32] -> weights of `dtype`."""
     values = e2m1_decode(unpack_e2m1(packed)).unflatten(-1, (-1, BLOCK)) * e8m0_decode(scale).unsqueeze(-1)
     return values.flatten(-2).to(dtype)
-
-
-def qdq(weight: torch.Tensor, *, name: str = "weight") -> torch.Tensor:
-    return check_rounded(dequantize(*quantize(weight, name=name), dtype=weight.dtype), name)

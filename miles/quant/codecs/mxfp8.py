@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from miles.kernels.formats import e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode, e8m0_inverse
-from miles.quant.codecs.checks import check_finite, check_rounded, check_weight
+from miles.quant.codecs.checks import check_finite, check_weight
 
 BLOCK = 32
 RECIPROCAL = float(torch.tensor(1.0 / 448.0, dtype=torch.float32))
@@ -24,7 +24,3 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = to
     """Codes uint8 [M, K], e8m0 codes uint8 [M, K/32] -> weights of `dtype`."""
     values = e4m3_decode(codes).unflatten(-1, (-1, BLOCK)) * e8m0_decode(scale).unsqueeze(-1)
     return values.flatten(-2).to(dtype)
-
-
-def qdq(weight: torch.Tensor, *, name: str = "weight") -> torch.Tensor:
-    return check_rounded(dequantize(*quantize(weight, name=name), dtype=weight.dtype), name)

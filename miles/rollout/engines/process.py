@@ -26,11 +26,14 @@ class EngineHandle:
 
     url: str
     pid: int
-    log_path: Path | None = None
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def wait(self) -> int:
+        """Block until the engine ends; its exit code."""
+        return 0 if self._process is None else self._process.wait()
 
     def kill(self) -> None:
         if self._process is None or self._process.poll() is not None:
@@ -76,7 +79,7 @@ class StartingEngine:
     def wait_ready(self, timeout_s: float) -> EngineHandle:
         """The handle, once the engine listens. `EngineModelError` or `EngineStartError` say why it does not."""
         report = self._report(timeout_s)
-        handle = EngineHandle(report.get("url", ""), self._process.pid, self._log_path, self._process)
+        handle = EngineHandle(report.get("url", ""), self._process.pid, self._process)
         if "url" in report:
             return handle
         handle.kill()
@@ -88,7 +91,7 @@ class StartingEngine:
         """Give up an engine that is not waited for."""
         with contextlib.suppress(OSError):
             os.close(self._read_fd)
-        EngineHandle("", self._process.pid, self._log_path, self._process).kill()
+        EngineHandle("", self._process.pid, self._process).kill()
 
     def _report(self, timeout_s: float) -> dict[str, Any]:
         deadline, line = time.monotonic() + timeout_s, b""

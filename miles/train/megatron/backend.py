@@ -1,7 +1,7 @@
 """The megatron-core backend: one object per rank, driven by the training loop through `miles.train.backend.Backend`.
 
 Order of a rank's life: `init` (platform, mesh, model, optimizer), `load` or `load_checkpoint`, then `step`,
-`log_probs`, `state_for_sync`, `save`. Knows token ids and Hugging Face (HF) names, not text.
+`score`, `state_for_sync`, `save`. Knows token ids and Hugging Face (HF) names, not text.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from miles.data.batch import RankBatch
 from miles.models import registry
 from miles.models.family import read_hf_config
 from miles.models.hf_files import FolderWriter, copy_tokenizer_files, write_json, write_shards
+from miles.models.spellings import complete, stated_dtype
 from miles.quant import contract as contracts
 from miles.quant.contract import QuantContract
 from miles.train import checkpoint
-from miles.train.backend import ChunkHook, ParallelLayout, Resumed
+from miles.train.backend import ChunkHook, ParallelLayout, Resumed, ScoreModel, ScoreOutput, check_score
 from miles.train.checkpoint import Manifest
 from miles.train.config import OptimizerConfig, TrainConfig
 from miles.train.errors import CheckpointError, TrainError
@@ -157,31 +158,18 @@ class MegatronBackend:
                 critic.optimizer.apply(value_norm)
         return metrics
 
-    def log_probs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Float32 [R] of each sample's response under the current weights, in the order of the micro-batches' samples;
-        dummy samples are left out. Equal on all ranks of one data-parallel index."""
-        return self._per_sample(batch, self.policy, self.scorer.log_probs)
+    def score(self, batch: RankBatch, *, model: ScoreModel, output: ScoreOutput) -> list[np.ndarray]:
+        """`Backend.score`: the samples of the micro-batches in their order. Collective."""
+        check_score(model, output)
+        per: Literal["token", "support"] = "support" if output == "support" else "token"
+        return self._per_sample(batch, self._scored_model(model), self.scorer.reader(output), per=per)
 
-    def ref_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Like `log_probs`, under the policy that the run started from (the model folder's weights)."""
-        return self._per_sample(batch, self.frozen["reference"], self.scorer.log_probs)
-
-    def teacher_log_probs(self, batch: RankBatch) -> list[np.ndarray]:
-        """Like `log_probs`, under the model of `algo.teacher`."""
-        return self._per_sample(batch, self.frozen["teacher"], self.scorer.log_probs)
-
-    def reference_support(self, batch: RankBatch) -> list[np.ndarray]:
-        """Float32 [ids of the sample's sampling mask]: their log-probs under the start policy, normalised on each
-        token's support, ordered like `log_probs`."""
-        return self._per_sample(batch, self.frozen["reference"], self.scorer.support_log_probs, per="support")
-
-    def values(self, batch: RankBatch) -> list[np.ndarray]:
-        """Float32 [R]: the critic's value before each response token, ordered like `log_probs`."""
-        if "critic" not in self.models:
+    def _scored_model(self, model: ScoreModel) -> ScoredModel:
+        if model == "reference" or model == "teacher":
+            return self.frozen[model]
+        if model not in self.models:
             raise TrainError("there is no critic: values are needed by algo.advantage=gae only")
-        return self._per_sample(
-            batch, self.models["critic"], lambda item, plane: item.response_rows(plane)[:, 0].float()
-        )
+        return self.models[model]
 
     def state_for_sync(self) -> Iterator[tuple[str, torch.Tensor]]:
         """HF names and full tensors on global rank 0, nothing elsewhere; every rank must exhaust it."""
@@ -194,7 +182,7 @@ class MegatronBackend:
             for _ in tensors:
                 pass
             return
-        dtype = getattr(torch, str(self.hf_config.get("dtype") or self.hf_config.get("torch_dtype") or "float32"))
+        dtype = getattr(torch, stated_dtype(self.hf_config))
         with FolderWriter(Path(directory)) as folder:
             copy_tokenizer_files(self.model_dir, folder)
             write_json(folder / "config.json", self.hf_config)
@@ -233,7 +221,7 @@ class MegatronBackend:
         if found.path is None or found.manifest is None:
             return None
         manifest = found.manifest
-        if manifest.family != self.family.name or manifest.settings["hf_config"] != self.hf_config:
+        if manifest.family != self.family.name or complete(manifest.settings["hf_config"]) != self.hf_config:
             raise CheckpointError(
                 f"{found.path}: holds a {manifest.family} model with another config.json than {self.model_dir}; "
                 "resume with the model it was started from or choose another run folder"
@@ -244,13 +232,12 @@ class MegatronBackend:
                 f"{', '.join(sorted(self.models))}; resume with the same algo.advantage or start a new run folder"
             )
         contracts.require_resumed(self._contract(), manifest.settings.get("quantization_contract"), where=found.path)
-        restored = True
         for label, trained in self.models.items():
             reader = state_files.ShardReader(found.path, manifest, label, trained.bound)
             state_files.load_optimizer(reader, trained.optimizer, self.mesh, manifest.optimizer_steps[label])
-            restored = reader.restore_rng(self.mesh)
+            reader.restore_rng(self.mesh)
         self.frozen.load()
-        return Resumed(dict(manifest.extra), manifest.step, found.path, found.skipped, restored)
+        return Resumed(dict(manifest.extra), manifest.step, found.path, found.skipped)
 
     def sleep(self) -> None:
         """Nothing to give back on a CPU; on a GPU weights are kept (see docs) until rematerialisation exists."""
@@ -315,7 +302,7 @@ class MegatronBackend:
         )
 
     def _value_objective(self, item: ModelInput, plane: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
-        return value_objective(item.response_rows(plane)[:, 0].float(), item.tensors, self.algo)
+        return value_objective(self.scorer.values(item, plane), item.tensors, self.algo)
 
     def _per_sample(
         self,

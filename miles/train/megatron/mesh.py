@@ -31,10 +31,6 @@ class Mesh:
     expert_dp: dist.ProcessGroup
     expert_model_parallel: dist.ProcessGroup
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.layout.pp_rank == self.layout.pp_size - 1
-
 
 def join(
     parallel: ParallelConfig,
@@ -101,14 +97,10 @@ def _lay_out(parallel: ParallelConfig, rank: int, world_size: int, timeout_s: fl
         world_size=world_size,
         dp_rank=ps.get_data_parallel_rank(),
         dp_size=ps.get_data_parallel_world_size(),
-        tp_rank=ps.get_tensor_model_parallel_rank(),
-        tp_size=parallel.tp,
-        pp_rank=ps.get_pipeline_model_parallel_rank(),
         pp_size=parallel.pp,
         cp_rank=ps.get_context_parallel_rank(),
         cp_size=parallel.cp,
         ep_rank=ps.get_expert_model_parallel_rank(),
-        ep_size=parallel.ep,
     )
     return Mesh(
         layout=layout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from miles.algos.config import AlgoConfig
 from miles.algos.kl import support_exact
 from miles.algos.log_probs import vocab_parallel_scores
+from miles.train.backend import ScoreOutput
 from miles.train.errors import TrainError
 from miles.train.megatron.inputs import ModelInput
 from miles.train.megatron.mesh import Mesh
@@ -57,6 +59,14 @@ class Scorer:
             group=self.mesh.tp,
             temperature=self.temperature,
         )
+
+    def values(self, item: ModelInput, plane: torch.Tensor) -> torch.Tensor:
+        """fp32 [n]: a critic's value before each response token."""
+        return item.response_rows(plane)[:, 0].float()
+
+    def reader(self, output: ScoreOutput) -> Callable[[ModelInput, torch.Tensor], torch.Tensor]:
+        """What takes `output` from a model's output plane."""
+        return {"log_probs": self.log_probs, "support": self.support_log_probs, "values": self.values}[output]
 
     def _score(self, item: ModelInput, logits: torch.Tensor, *, entropy: str, exact: bool = False) -> Scores:
         tensors = item.tensors

@@ -105,17 +105,16 @@ class ShardReader(ModelShards):
 
         return entry.to_local(read, local=tuple(shape), rank=rank, parallel=parallel)
 
-    def restore_rng(self, mesh: Mesh) -> bool:
-        """Restore this rank's random state when the checkpoint has one for each rank; else report False."""
+    def restore_rng(self, mesh: Mesh) -> None:
+        """Restore this rank's random state when the checkpoint has one for each rank."""
         if len(self.manifest.files) != mesh.layout.world_size:
-            return False
+            return
         record = self.manifest.files[mesh.layout.rank]
         if "rng" not in record.metadata:
-            return False
+            return
         file = self.files[record.name]
         keys = [key for key in list(file.keys()) if key.startswith("rng/")]
         rng.restore({key: file.get_tensor(key) for key in keys}, record.metadata["rng"])
-        return True
 
 
 def load_optimizer(reader: ShardReader, optimizer: MasterAdamW, mesh: Mesh, steps: int) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_ci.bot.directives import dependency_of
 from miles_ci.bot.rerun.request import Request
 from miles_ci.declare.tree import scan_tree
 from miles_ci.errors import UsageError, suggestion
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.select.registrations import Registration, build_catalog, eligible_pools
 from miles_ci.workflows.parts import EXTRA_MINUTES
 
@@ -109,4 +110,6 @@ def outputs(found: list[Leg], images: Mapping[str, str], commits: Mapping[str, s
         out[f"matrix_{backend}"] = json.dumps({"include": entries}, separators=(",", ":"))
         out[f"count_{backend}"] = str(len(entries))
     out["planned"] = json.dumps({leg.suite: leg.hardware for leg in found}, sort_keys=True)
-    return out | {"sglang_sha": commits.get("ci-sglang-pr", ""), "megatron_sha": commits.get("ci-megatron-pr", "")}
+    named = {dependency_of(directive): commit for directive, commit in commits.items()}
+    named.pop(None, None)
+    return out | {"dependency_commits": json.dumps(named, sort_keys=True)}

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.workflows.parts import (
+    PIP,
     Step,
     app_token,
     both,
@@ -104,9 +105,8 @@ def _legs(backend: str) -> dict[str, Any]:
     if backend != "cpu":
         given |= {
             "image": "${{ matrix.image }}",
-            "megatron_sha": "${{ needs.resolve.outputs.megatron_sha }}",
+            "dependency_commits": "${{ needs.resolve.outputs.dependency_commits }}",
             "runs_on": "${{ toJSON(matrix.runs_on) }}",
-            "sglang_sha": "${{ needs.resolve.outputs.sglang_sha }}",
         }
     return call(
         {"cpu": "_run-cpu-ci.yml", "cuda": "_run-ci.yml", "rocm": "_run-ci-rocm.yml"}[backend],
@@ -151,9 +151,8 @@ def rerun_test() -> dict[str, Any]:
             "resolve",
             [
                 *(f"{kind}_{backend}" for backend in backends for kind in ("count", "matrix")),
-                "megatron_sha",
+                "dependency_commits",
                 "planned",
-                "sglang_sha",
             ],
         ),
     )
@@ -203,7 +202,7 @@ def lint_patch() -> dict[str, Any]:
         setup_python(),
         run(
             "Install the formatter",
-            "python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt ruff",
+            f"{PIP} ruff",
         ),
         # The default branch's settings: a pull request cannot choose what the formatter reads.
         run(

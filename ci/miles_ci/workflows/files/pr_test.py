@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from miles_ci.errors import UsageError
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.workflows.parts import (
     EXTRA_MINUTES,
     both,
@@ -42,7 +42,7 @@ CALL_INPUTS: dict[str, Any] = {
     },
     "ref": {"description": "Commit to test, 40 hex digits", "type": "string", "required": True},
 }
-DEPS = ("image_build", "image_key", "image_reference", "megatron_sha", "sglang_sha")
+DEPS = ("dependency_commits", "image_build", "image_key", "image_reference")
 
 
 def suites_of(fleet: Fleet, *backends: str) -> list[str]:
@@ -172,9 +172,8 @@ def _stage(fleet: Fleet, suite: str, *, ref: str, before: tuple[str, ...] = ()) 
         given |= {
             "image": "${{ needs.resolve-image.outputs.image }}",
             **({"plan": "plan-rocm"} if spec.backend == "rocm" else {}),
-            "megatron_sha": "${{ needs.resolve-deps.outputs.megatron_sha }}",
+            "dependency_commits": "${{ needs.resolve-deps.outputs.dependency_commits }}",
             "runs_on": "${{ toJSON(matrix.runs_on) }}",
-            "sglang_sha": "${{ needs.resolve-deps.outputs.sglang_sha }}",
         }
     return call(
         {"cpu": "_run-cpu-ci.yml", "cuda": "_run-ci.yml", "rocm": "_run-ci-rocm.yml"}[spec.backend],

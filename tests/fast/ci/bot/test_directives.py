@@ -25,11 +25,11 @@ def bad(body: str) -> tuple[str, ...]:
 
 def test_each_kind_of_value() -> None:
     found = ok("Text\n\nci-sglang-pr: #1234\nci-megatron-pr: \t" + "0a" * 20 + "  \nci-image-tag: v1.2_x-3\n")
-    assert found.sglang == Target("pull", "#1234")
-    assert found.sglang.ref == "refs/pull/1234/head"
-    assert found.megatron == Target("sha", "0a" * 20)
+    assert found.targets["sglang"] == Target("pull", "#1234")
+    assert found.targets["sglang"].ref == "refs/pull/1234/head"
+    assert found.targets["megatron"] == Target("sha", "0a" * 20)
     assert found.image_tag == "v1.2_x-3"
-    assert ok("ci-sglang-pr: feature/x_1.2").sglang == Target("ref", "feature/x_1.2")
+    assert ok("ci-sglang-pr: feature/x_1.2").targets["sglang"] == Target("ref", "feature/x_1.2")
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_code_quotes_and_comments_are_inert(body: str) -> None:
 
 def test_the_fence_example_of_the_template_is_inert_and_the_line_after_it_counts() -> None:
     body = "To test with a SGLang PR:\r\n```\r\nci-sglang-pr: #111\r\n```\r\nci-sglang-pr: #222\r\n"
-    assert ok(body).sglang == Target("pull", "#222")
-    assert ok("`<!--` is shown\nci-sglang-pr: #5").sglang == Target("pull", "#5")
-    assert ok("```\n~~~\n```\nci-sglang-pr: #5").sglang == Target("pull", "#5")
+    assert ok(body).targets["sglang"] == Target("pull", "#222")
+    assert ok("`<!--` is shown\nci-sglang-pr: #5").targets["sglang"] == Target("pull", "#5")
+    assert ok("```\n~~~\n```\nci-sglang-pr: #5").targets["sglang"] == Target("pull", "#5")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_malformed_directive_is_an_error_with_its_line(line: str) -> None:
 
 
 def test_equal_repetitions_are_fine_and_different_ones_are_not() -> None:
-    assert ok("ci-sglang-pr: #1\nci-sglang-pr: #1").sglang == Target("pull", "#1")
+    assert ok("ci-sglang-pr: #1\nci-sglang-pr: #1").targets["sglang"] == Target("pull", "#1")
     assert "given twice" in bad("ci-sglang-pr: #1\nci-sglang-pr: #2")[0]
 
 
@@ -122,7 +122,7 @@ PIECES = [
 def test_any_body_is_read_without_an_exception_and_only_valid_values_come_out(lines: list[str]) -> None:
     found = parse_directives("\n".join(lines))
     if isinstance(found, Directives):
-        assert found.sglang in (None, Target("pull", "#7"))
+        assert found.targets.get("sglang") in (None, Target("pull", "#7"))
         assert found.image_tag in (None, "t")
 
 
@@ -130,6 +130,6 @@ def test_any_body_is_read_without_an_exception_and_only_valid_values_come_out(li
 @given(st.text(max_size=40))
 def test_a_value_of_a_stranger_never_gets_through_unless_it_fits_the_closed_form(value: str) -> None:
     found = parse_directives(f"ci-sglang-pr: {value}")
-    if isinstance(found, Directives) and found.sglang is not None:
-        assert all(char.isascii() and (char.isalnum() or char in "_./-#") for char in found.sglang.text)
-        assert not found.sglang.text.startswith("-")
+    if isinstance(found, Directives) and "sglang" in found.targets:
+        assert all(char.isascii() and (char.isalnum() or char in "_./-#") for char in found.targets["sglang"].text)
+        assert not found.targets["sglang"].text.startswith("-")

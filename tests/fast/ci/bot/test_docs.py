@@ -16,7 +16,7 @@ import pytest
 from miles_ci.bot.grammar import COMMANDS
 from miles_ci.bot.replies import _WHO
 from miles_ci.cli import main
-from miles_ci.fleet import Fleet
+from miles_ci.registry import load_fleet
 from miles_ci.workflows.generate import render
 from tests.fast.ci.bot.conftest import HEAD, ROOT, Job, comment_event
 from tests.fast.ci.bot.helpers.github_server import GitHub
@@ -122,7 +122,7 @@ def test_every_command_of_the_grammar_is_in_the_guide_with_who_may_use_it() -> N
 
 def test_every_generated_file_is_in_the_table() -> None:
     text = (ROOT / "docs/ci/workflows.md").read_text()
-    for path in render(Fleet.load(ROOT / "registry.yaml")):
+    for path in render(load_fleet(ROOT / "registry.yaml")):
         assert f"`{Path(path).name}`" in text
 
 

@@ -15,7 +15,7 @@ from miles_ci.bot.github import Client
 from miles_ci.bot.runs import read_run
 from miles_ci.bot.status_card import collect, make_card
 from miles_ci.cli import main
-from miles_ci.fleet import Fleet
+from miles_ci.registry import load_fleet
 from miles_ci.report.cards import lark, pr_comment, summary
 from miles_ci.workflows.generate import render
 from miles_ci.workflows.model import Workflow
@@ -105,9 +105,9 @@ def gate(job: Job, needs: dict[str, Any]) -> tuple[int, dict[str, str]]:
 def test_a_disabled_pool_skips_its_shards_and_shows_the_reason_in_plan_gate_summary_and_cards(
     job: Job, checkout: Path, hub: GitHub, client: Client
 ) -> None:
-    before = render(Fleet.load(ROOT / "registry.yaml"))
+    before = render(load_fleet(ROOT / "registry.yaml"))
     disable(checkout)
-    assert render(Fleet.load(checkout / "registry.yaml")) == before  # no workflow file changes
+    assert render(load_fleet(checkout / "registry.yaml")) == before  # no workflow file changes
     outputs = plan(job, ["run-ci-megatron"])
     assert (outputs["count-stage-c-4-gpu-mi300x"], outputs["count-stage-c-4-gpu-mi355x"]) == ("0", "2")
     assert REASON in outputs["summary"]

@@ -13,7 +13,7 @@ from miles_ci.bot.gateway import Gateway
 from miles_ci.bot.github import Client
 from miles_ci.bot.runs import read_run
 from miles_ci.bot.status_card import make_card, pull_of
-from miles_ci.fleet import Fleet
+from miles_ci.registry import load_fleet
 from miles_ci.report.cards import lark, pr_comment, summary
 from tests.fast.ci.bot.conftest import HEAD, ROOT, Job, comment_event
 from tests.fast.ci.bot.helpers.github_server import APP_ID, BOT_ID, GitHub
@@ -34,7 +34,7 @@ def test_there_are_at_least_forty() -> None:
 @pytest.mark.parametrize("text", STRINGS)
 def test_no_string_becomes_a_directive(text: str) -> None:
     found = parse_directives(f"ci-sglang-pr: {text}\n")
-    assert not isinstance(found, Directives) or found.sglang is None or "\n" in text or "\r" in text
+    assert not isinstance(found, Directives) or "sglang" not in found.targets or "\n" in text or "\r" in text
 
 
 def test_no_string_in_a_comment_starts_anything(hub: GitHub, client: Client, app: Client) -> None:
@@ -42,7 +42,7 @@ def test_no_string_in_a_comment_starts_anything(hub: GitHub, client: Client, app
     hub.pull(4, author="paul", sha=HEAD)
     shapes = ("/rerun-test tests/fast/{}/test_x.py", "/rerun-failed {}", "/ok-to-test {}", "/run-ci-{}")
     gateway = Gateway(
-        client, app, Fleet.load(ROOT / "registry.yaml"), ROOT, BOT_ID, APP_ID, "main", lambda directives: {}
+        client, app, load_fleet(ROOT / "registry.yaml"), ROOT, BOT_ID, APP_ID, "main", lambda directives: {}
     )
     for text in STRINGS:
         body = "\n".join(shape.replace("{}", text[:15_000]) for shape in shapes)
@@ -110,7 +110,7 @@ def test_a_file_registered_in_two_suites_runs_in_both_and_suite_narrows(
     assert leg["image"].startswith("ghcr.io/miles-rl/miles@sha256:")
     assert leg["runs_on"] == ["self-hosted", "nvidia", "h200", "1gpu"]
     assert leg["timeout_minutes"] == 80
-    assert outputs["sglang_sha"] == "d" * 40
+    assert json.loads(outputs["dependency_commits"]) == {"sglang": "d" * 40}
     code, outputs = job("resolve", "--root", ".", **(env | {"SUITE": "stage-b-cpu"}))
     assert (outputs["count_cpu"], outputs["count_cuda"]) == ("1", "0")
     assert job("resolve", "--root", ".", **(env | {"SUITE": "stage-a-cpu"}))[0] == 2
@@ -150,7 +150,8 @@ def test_an_approved_fork_runs_on_gpus_with_the_approved_commits(
     assert json.loads(inputs["directives"]) == {"ci-megatron-pr": "e" * 40}
     env = request_env(TEST_FILE=inputs["test_file"], DIRECTIVES=inputs["directives"], GITHUB_RUN_ID="1")
     code, outputs = job("resolve", "--root", ".", **env)
-    assert (code, outputs["count_cuda"], outputs["megatron_sha"]) == (0, "1", "e" * 40)
+    assert (code, outputs["count_cuda"]) == (0, "1")
+    assert json.loads(outputs["dependency_commits"]) == {"megatron": "e" * 40}
 
 
 def test_resolve_image_refuses_a_tag_that_does_not_exist(

@@ -24,7 +24,7 @@ from miles_ci.bot.outcome import Verdict
 from miles_ci.bot.rerun.comment import Row, final_body
 from miles_ci.bot.rerun.report import collect, report
 from miles_ci.bot.rerun.request import Request
-from miles_ci.fleet import Fleet
+from miles_ci.registry import load_fleet
 from miles_ci.workflows.generate import render
 from miles_ci.workflows.model import Workflow
 from miles_ci.workflows.simulate import Event, Outcome, local_resolver, simulate
@@ -39,7 +39,7 @@ _EXECUTED: dict[tuple[str, str], tuple[int, dict[str, bytes]]] = {}
 
 @pytest.fixture(scope="module")
 def workflows() -> Mapping[str, Workflow]:
-    rendered = render(Fleet.load(ROOT / "registry.yaml"))
+    rendered = render(load_fleet(ROOT / "registry.yaml"))
     return {Path(path).name: Workflow.from_text(text, path) for path, text in rendered.items()}
 
 

@@ -1,19 +1,16 @@
-"""docs/ci/adopt.md, followed by hand in an empty repository of another project: no `miles`, nothing of ours but ci/."""
+"""docs/ci/adopt.md, followed by hand in an empty repository of another project, with the harness installed."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from miles_ci.declare import register_cpu_ci
-from tests.fast.ci.helpers.lean import LEAN_PYTEST
+from tests.fast.ci.helpers.installed import Environment
 from tests.fast.ci.helpers.trees import REPOSITORY
 
 register_cpu_ci(12, "stage-a-cpu")
@@ -26,17 +23,13 @@ PAGE = (REPOSITORY / "docs/ci/adopt.md").read_text(encoding="utf-8")
 
 
 class Project:
-    """A copy of ci/, a second test, and nothing else: the page makes the rest."""
+    """A second test, an environment with the installed harness, and nothing else: the page makes the rest."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "acme-gpu"
-        ignored = shutil.ignore_patterns("__pycache__", "node_modules", "durations.json")
-        shutil.copytree(REPOSITORY / "ci", self.root / "ci", ignore=ignored)
+        self.environment = Environment(root, "run", "schema")
         self.write("tests/fast/test_other.py", "def test_other():\n    assert True\n")
         self.outputs: dict[str, str] = {}
-        self.blocked = root / "blocked"
-        (self.blocked / "miles").mkdir(parents=True)
-        (self.blocked / "miles/__init__.py").write_text("raise ImportError('the adopter has no miles')\n")
 
     def write(self, path: str, text: str) -> None:
         target = self.root / path
@@ -52,21 +45,8 @@ class Project:
         assert f"\n{section}:\n" in text
         registry.write_text(text.replace(f"\n{section}:\n", f"\n{section}:\n{body}", 1), encoding="utf-8")
 
-    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
-        ours = ("MILES_CI_", "PYTEST_", "GITHUB_")
-        env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        env |= {
-            **LEAN_PYTEST,
-            "PYTHONPATH": f"{self.blocked}:{self.root / 'ci'}",
-            "MILES_CI_LOCK_DIR": str(self.root.parent / "locks"),
-        }
-        return subprocess.run(
-            [sys.executable, *words], cwd=self.root, env=env, capture_output=True, text=True, timeout=100, check=False
-        )
-
     def shell(self, line: str) -> subprocess.CompletedProcess[str]:
-        program, *words = shlex.split(line)
-        return self.call("-m", "miles_ci", *words) if program == "miles-ci" else self.call(*words)
+        return self.environment.run(*shlex.split(line), cwd=self.root)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +78,10 @@ def test_every_command_of_the_page_works_in_another_project(project) -> None:
 
 
 def test_without_pools_there_is_nothing_to_simulate_and_it_is_said(project, tmp_path) -> None:
-    (tmp_path / "registry.yaml").write_bytes((project.root / "ci/miles_ci/fleet/first_registry.yaml").read_bytes())
-    done = project.call("-m", "miles_ci", "simulate", "--root", str(tmp_path), "--hours", "2", "--seeds", "1")
+    (tmp_path / "registry.yaml").write_bytes(
+        (project.environment.site / "miles_ci/registry/first_registry.yaml").read_bytes()
+    )
+    done = project.shell(f"python -m miles_ci simulate --root {tmp_path} --hours 2 --seeds 1")
     assert "the registry has no pools, so nothing waits" in done.stdout
 
 
@@ -120,13 +102,6 @@ def test_without_the_image_of_the_page_generate_says_what_to_add_and_so_does_ini
     assert "images has no entry for cuda: add one whose name begins with 'cuda'" in made.stderr
     assert "images:" in project.outputs["miles-ci init"]
     assert "tests/fast/test_*.py" in project.outputs["miles-ci init"]
-
-
-def test_the_copy_of_the_harness_ran_and_not_ours(project) -> None:
-    assert project.call("-c", "import miles_ci; print(miles_ci.__file__)").stdout.strip() == str(
-        project.root / "ci/miles_ci/__init__.py"
-    )
-    assert "has no miles" in project.call("-c", "import miles").stderr
 
 
 def test_a_change_below_src_reaches_the_tests_that_import_it(project) -> None:

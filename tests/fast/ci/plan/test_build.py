@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from miles_ci.declare.model import Declaration, Scan
 from miles_ci.errors import PlanMismatch, UsageError
-from miles_ci.fleet import Fleet
-from miles_ci.fleet.load import read_fleet
 from miles_ci.plan.build import PlanOptions, build_plan
 from miles_ci.plan.durations import Durations, Learned
 from miles_ci.plan.model import Plan, plan_from_json
+from miles_ci.registry import Fleet, load_fleet
+from miles_ci.registry.load import read_fleet
 from miles_ci.select.policy import Policy
 from miles_ci.select.registrations import build_catalog
 from miles_ci.select.selection import select
 from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, TODAY, cpu, cuda, workspace, write_tree
 
 SOURCE = (REPOSITORY / "registry.yaml").read_text(encoding="utf-8")
-FLEET = Fleet.load(REPOSITORY / "registry.yaml")
+FLEET = load_fleet(REPOSITORY / "registry.yaml")
 GATE = 'from miles_ci.declare import register_ci_gate\nregister_ci_gate("loss", rel_up=0.1, rel_down=0.1)\n'
 
 

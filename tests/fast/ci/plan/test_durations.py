@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from miles_ci.errors import UsageError
-from miles_ci.fleet import Fleet
 from miles_ci.plan.durations import Durations, Learned, Observation, learn, median_ms
 from miles_ci.plan.estimate import estimate
 from miles_ci.plan.tune import (
@@ -21,6 +20,7 @@ from miles_ci.plan.tune import (
     prune,
     rewrites,
 )
+from miles_ci.registry import load_fleet
 from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, cpu, cuda, workspace, write_tree
 
 DAY = 86_400.0
@@ -185,7 +185,7 @@ def test_copies_of_one_run_count_once_and_a_second_start_is_another_run(tmp_path
 
 
 def test_a_history_store_gives_files_and_their_items() -> None:
-    fleet = Fleet.load(REPOSITORY / "registry.yaml")
+    fleet = load_fleet(REPOSITORY / "registry.yaml")
     rows = {"cpu": {("stage-a-cpu", "a.py"): [30, 10, 20], ("stage-a-cpu", "a.py::x"): [4], ("old-suite", "a.py"): [1]}}
     found = learned_of_history(fleet, rows, "2026-11-30")
     assert found == {("a.py", "stage-a-cpu", "cpu"): Learned(20, 3, "2026-11-30", {"a.py::x": 4})}

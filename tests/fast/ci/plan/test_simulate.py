@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from miles_ci.errors import UsageError
-from miles_ci.fleet import Fleet
 from miles_ci.plan.model import Plan, Shard, SuitePlan
 from miles_ci.plan.simulate import Load, cron_times, demands, percentile, simulate
+from miles_ci.registry import load_fleet
 from tests.fast.ci.helpers.trees import REPOSITORY
 
-FLEET = Fleet.load(REPOSITORY / "registry.yaml")
+FLEET = load_fleet(REPOSITORY / "registry.yaml")
 HOUR = 3600.0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_ci.errors import UsageError
-from miles_ci.fleet import Fleet
+from miles_ci.registry import load_fleet
 from miles_ci.run import retry
 from miles_ci.run.retry import Classification, Evidence, FailedTest, RetryRow, classify
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 @pytest.fixture(scope="module")
 def table() -> tuple[RetryRow, ...]:
-    return retry.rows_from(Fleet.load(ROOT / "registry.yaml").retry)
+    return retry.rows_from(load_fleet(ROOT / "registry.yaml").retry)
 
 
 def failed(exception: str, output: str = "", *, asserted: bool = False) -> FailedTest:

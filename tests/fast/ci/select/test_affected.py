@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_ci.fleet import Fleet
-from miles_ci.fleet.model import SelectionRules
+from miles_ci.registry import load_fleet
+from miles_ci.registry.model import SelectionRules
 from miles_ci.select.affected import affected, affected_of_diff, affected_since
 from miles_ci.select.diff import Change, DiffError, parse_name_status
 from miles_ci.select.globs import matches
@@ -18,7 +18,7 @@ from miles_ci.select.graph import Graph, python_files, read_imports
 from miles_ci.select.imports import find_imports
 from tests.fast.ci.helpers.trees import REPOSITORY
 
-RULES = Fleet.load(REPOSITORY / "registry.yaml").selection
+RULES = load_fleet(REPOSITORY / "registry.yaml").selection
 TREE = {
     "miles/__init__.py": "",
     "miles/base.py": "",

@@ -9,11 +9,11 @@ import pytest
 
 from miles_ci.cli import main
 from miles_ci.errors import UsageError
-from miles_ci.fleet import Fleet
+from miles_ci.registry import load_fleet
 from miles_ci.select.policy import CADENCES, Policy, cadence_of_cron
 from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, write_tree
 
-FLEET = Fleet.load(REPOSITORY / "registry.yaml")
+FLEET = load_fleet(REPOSITORY / "registry.yaml")
 EVERY = frozenset(FLEET.labels.domain)
 LONG, SHORT_FT, LONG_FT = "long", "ft-short", "ft-long"
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from miles_ci.declare.model import Declaration, Exemption, Scan
 from miles_ci.errors import Diagnostic
-from miles_ci.fleet import Fleet
-from miles_ci.fleet.load import read_fleet
+from miles_ci.registry import Fleet, load_fleet
+from miles_ci.registry.load import read_fleet
 from miles_ci.select.affected import Affected
 from miles_ci.select.policy import CADENCES, Policy
 from miles_ci.select.registrations import Fault, build_catalog
@@ -21,7 +21,7 @@ from miles_ci.select.selection import REASONS, select
 from tests.fast.ci.helpers.trees import REPOSITORY, TODAY, cpu, cuda, workspace, write_tree
 
 SOURCE = (REPOSITORY / "registry.yaml").read_text(encoding="utf-8")
-FLEET = Fleet.load(REPOSITORY / "registry.yaml")
+FLEET = load_fleet(REPOSITORY / "registry.yaml")
 OFF = '    disabled: {reason: "node is being re-imaged", issue: "#1", until: 2026-12-24}\n'
 
 

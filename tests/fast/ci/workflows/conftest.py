@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet, load_fleet
 from miles_ci.workflows.generate import render
 from miles_ci.workflows.model import Workflow
 
@@ -19,7 +19,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def fleet() -> Fleet:
-    return Fleet.load(ROOT / "registry.yaml")
+    return load_fleet(ROOT / "registry.yaml")
 
 
 @pytest.fixture(scope="session")

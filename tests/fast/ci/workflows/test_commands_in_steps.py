@@ -27,8 +27,8 @@ def commands(workflows: Mapping[str, Workflow]) -> Iterator[tuple[str, str]]:
         for job in workflow.jobs.values():
             for step in job.steps:
                 for line in str(step.get("run", "")).splitlines():
-                    if "python -m miles_ci" in line:
-                        text = line[line.index("python -m miles_ci") :].split(" ||")[0].split(" >")[0]
+                    if "python -m miles_ci " in line:
+                        text = line[line.index("python -m miles_ci ") :].split(" ||")[0].split(" >")[0]
                         for target in ARRAY.get(name, ("",)) if "${target[@]}" in text else ("",):
                             filled = re.sub(r'"\$\{target\[@\]\}"', target, text)
                             yield name, re.sub(r"\$\{?(\w+)\}?", lambda m: VALUES.get(m[1], "value"), filled)

@@ -17,7 +17,7 @@ import yaml
 
 from miles_ci.cli import main
 from miles_ci.errors import UsageError
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet, load_fleet
 from miles_ci.workflows import node_tools, tools
 from miles_ci.workflows.emit import to_yaml
 from miles_ci.workflows.generate import HEADER, drift, render
@@ -74,7 +74,7 @@ def test_fleets_without_some_kind_of_device_are_generated_and_proven(fleet: Flee
 
 
 def test_output_is_the_same_under_every_hash_seed(root: Path) -> None:
-    script = "from miles_ci.fleet import Fleet; from miles_ci.workflows.generate import render; import hashlib; print(hashlib.sha256(repr(render(Fleet.load('registry.yaml'))).encode()).hexdigest())"
+    script = "from miles_ci.registry import load_fleet; from miles_ci.workflows.generate import render; import hashlib; print(hashlib.sha256(repr(render(load_fleet('registry.yaml'))).encode()).hexdigest())"
     found = {
         subprocess.run([sys.executable, "-c", script], cwd=root, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
         for seed in ("0", "1", "77")
@@ -105,7 +105,7 @@ def test_switching_pools_off_changes_no_file(root: Path, fleet: Fleet, tmp_path:
     for pool in registry["pools"].values():
         pool["disabled"] = {"reason": "node is being re-imaged after Xid 79", "issue": "#123", "until": "2026-12-20"}
     (tmp_path / "registry.yaml").write_text(yaml.safe_dump(registry, sort_keys=False))
-    assert render(Fleet.load(tmp_path / "registry.yaml")) == render(fleet)
+    assert render(load_fleet(tmp_path / "registry.yaml")) == render(fleet)
 
 
 def test_a_suite_that_no_runner_can_take_is_refused(fleet: Fleet) -> None:

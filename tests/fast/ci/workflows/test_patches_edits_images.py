@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from miles_ci.bot.dependencies import DependencyError, checkout, load_dependencies, perform, resolve
+from miles_ci.bot.dependency_checkouts import DependencyError, checkout, load_dependencies, perform, resolve
 from miles_ci.bot.directives import Target
 from miles_ci.bot.oci import Registry, RegistryError, parse_reference
 from miles_ci.cli import main
 from miles_ci.errors import UsageError
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.run.patch import AlreadyPresent, Applied, Refused, apply_all, apply_patch
 from miles_ci.workflows import images
 from miles_ci.workflows.edits import EditRefused, clean_checkout, load_edits, mentions, replay_edits

@@ -19,11 +19,11 @@ from miles_ci.workflows.expr.values import normalise
 from miles_ci.workflows.model import Job, Workflow
 
 INPUTS = {
-    "artifact": "stage-c-4-gpu-mi300x-1", "file": "", "image": "ghcr.io/x@sha256:0", "megatron_sha": "", "node": "", "plan": "plan-rocm", "plan_digest": "d" * 64,
-    "ref": "a" * 40, "runs_on": "[]", "sglang_sha": "b" * 40, "shard": "1/2", "suite": "stage-c-4-gpu-mi300x", "timeout_minutes": 110,
+    "artifact": "stage-c-4-gpu-mi300x-1", "file": "", "image": "ghcr.io/x@sha256:0", "node": "", "plan": "plan-rocm", "plan_digest": "d" * 64,
+    "ref": "a" * 40, "runs_on": "[]", "dependency_commits": '{"engine":"bb"}', "shard": "1/2", "suite": "stage-c-4-gpu-mi300x", "timeout_minutes": 110,
 }  # fmt: skip
 STUB = """#!/bin/bash
-echo "$(basename "$0") $* | SGLANG_SHA=${SGLANG_SHA:-} PLAN=${MILES_CI_PLAN:-} DIGEST=${MILES_CI_PLAN_DIGEST:-}" >> "$STUB_LOG"
+echo "$(basename "$0") $* | COMMITS=${DEPENDENCY_COMMITS:-} PLAN=${MILES_CI_PLAN:-} DIGEST=${MILES_CI_PLAN_DIGEST:-}" >> "$STUB_LOG"
 if [[ -n "${STUB_FAIL:-}" && "$*" == *"$STUB_FAIL"* ]]; then exit 3; fi
 """
 
@@ -85,7 +85,7 @@ def test_a_shard_runs_its_commands_in_order_with_the_verified_plan(rocm: Job, tm
         "uses Upload results",
         f"find {tmp_path / 'work'} -mindepth 1 -delete",
     ]
-    assert f"SGLANG_SHA={'b' * 40}" in log[3]
+    assert 'COMMITS={"engine":"bb"}' in log[3]
     assert log[8].endswith(f"PLAN=plan/plan.json DIGEST={'d' * 64}")
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from miles_ci.declare.tree import scan_tree
-from miles_ci.fleet import Fleet
+from miles_ci.registry import load_fleet
 
 ROOT = Path(__file__).resolve().parents[4]
 VARIANTS = yaml.safe_load((ROOT / "tests/rocm/variants.yaml").read_text())["variants"]
@@ -47,7 +47,7 @@ def test_a_variant_keeps_tp_and_pp_gives_up_what_it_says_and_fits_four_gpus(entr
 
 
 def test_the_registrations_agree_with_the_layouts() -> None:
-    fleet = Fleet.load(ROOT / "registry.yaml")
+    fleet = load_fleet(ROOT / "registry.yaml")
     declared = {item.path: item for item in scan_tree(ROOT).declarations}
     for entry in VARIANTS:
         cuda, amd = declared[entry["cuda"]], declared[entry["amd"]]

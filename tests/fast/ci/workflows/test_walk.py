@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.workflows.emit import fold
 from miles_ci.workflows.lint import job_rules, lint
 from miles_ci.workflows.model import Workflow, WorkflowError

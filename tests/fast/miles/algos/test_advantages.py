@@ -225,7 +225,7 @@ def test_a_reward_that_is_not_finite_names_its_sample(make_samples, advantage, r
 def test_a_missing_field_names_sample_and_remedy(make_samples, field, advantage):
     samples = make_samples(2)
     setattr(samples[1], field, None)
-    with pytest.raises(ValueError, match=f"sample 's1' has no {field}: .*(critic|Backend.log_probs)"):
+    with pytest.raises(ValueError, match=f"sample 's1' has no {field}: .*(critic|Backend.score)"):
         prepare_steps(samples, configured(advantage), ScheduleConfig())
 
 

@@ -11,12 +11,13 @@ from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig
 from miles.algos.metrics import MetricSums
 from miles.algos.objective import NonFiniteError, step_objective, value_objective
 from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
+from miles.data.batch_layout import BatchLayout
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors
 
 
 def batches(samples, config, *, ranks=1, layout="thd", tokens=1000):
-    schedule = ScheduleConfig(data_parallel=ranks, max_tokens_per_gpu=tokens, layout=layout)
+    schedule = ScheduleConfig(data_parallel=ranks, max_tokens_per_gpu=tokens, layout=BatchLayout(layout))
     step = prepare_steps(samples, config, schedule).steps[0]
     return [to_tensors(mb) for rank in step.ranks for mb in rank]
 
@@ -274,7 +275,7 @@ def test_an_empty_slice_gives_a_loss_in_the_graph():
         Sample(f"s{i}", 0, i, np.arange(10, dtype=np.int64), 8, reward=float(i), status=Status.COMPLETED)
         for i in range(2)
     ]
-    step = prepare_steps(samples, AlgoConfig(loss="gspo"), ScheduleConfig(layout="bshd")).steps[0]
+    step = prepare_steps(samples, AlgoConfig(loss="gspo"), ScheduleConfig(layout=BatchLayout("bshd"))).steps[0]
     empty = to_tensors(localize(step.ranks[0][0], ContiguousAllGather(2, 0)).micro_batch)
     assert len(empty.target_ids) == 0
     log_probs = torch.zeros(0, requires_grad=True)

@@ -22,37 +22,6 @@ def full_fields(prompt: int, response: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("kept", range(7))
-def test_truncate_cuts_all_fields(make_sample, kept):
-    sample = validate_sample(make_sample(6, 3, **full_fields(3, 6)))
-    cut = validate_sample(sample.truncated_to(3 + kept))
-    assert cut.response_length == kept
-    assert cut.status == (Status.COMPLETED if kept == 6 else Status.TRUNCATED)
-    for name in ("loss_mask", *RESPONSE_FIELDS):
-        np.testing.assert_array_equal(getattr(cut, name), getattr(sample, name)[:kept])
-    for name in ("routed_experts", "indexer_topk"):
-        np.testing.assert_array_equal(getattr(cut, name), getattr(sample, name)[: 3 + kept - 1])
-    assert cut.sampling_mask == sample.sampling_mask.prefix(kept)
-    expanded = np.repeat(sample.version_spans[:, 0], sample.version_spans[:, 1])[:kept]
-    np.testing.assert_array_equal(np.repeat(cut.version_spans[:, 0], cut.version_spans[:, 1]), expanded)
-
-
-def test_cutting_does_not_make_a_failed_sample_count(make_sample):
-    assert make_sample(status=Status.ABORTED).truncated_to(4).status == Status.ABORTED
-
-
-def test_a_cut_into_the_prompt_is_refused(make_sample):
-    with pytest.raises(ValueError, match="the prompt alone has 3"):
-        make_sample().truncated_to(2)
-
-
-def test_a_cut_does_not_share_memory_with_the_original(make_sample):
-    sample = make_sample()
-    cut = sample.truncated_to(5)
-    cut.tokens[0] = 99
-    assert sample.tokens[0] != 99
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -96,7 +96,10 @@ def test_absent_section_is_plain(config):
     ("config", "message"),
     [
         ({}, "rope_theta is missing"),
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "10000.0 at top level but 1000000.0 inside"),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
+            "rope_parameters.rope_theta is 1000000.0 but rope_theta is 10000.0",
+        ),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "'linear' needs 'factor'"),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "llama3", "factor": 8}}, "original_max_position_embeddings"),
         ({"rope_theta": 1e4, "rope_scaling": 3}, "rope_scaling must be an object, got int"),

@@ -67,6 +67,25 @@ def test_live_progress_shows_reward_rate_and_phase_times() -> None:
         assert said in text
 
 
+def test_live_progress_of_a_skipped_step_has_no_loss_to_show() -> None:
+    out = io.StringIO()
+    with LiveProgress(name="run", total_steps=1, console=Console(file=out, force_terminal=True, width=100)) as shown:
+        skipped = {name: value for name, value in row(0).items() if name not in ("train/loss", "train/grad_norm")}
+        shown.step(skipped | {"train/step_skipped": 1.0})
+    assert "step skipped" in out.getvalue()
+
+
+def test_a_warning_names_the_run_and_stays_above_the_live_view() -> None:
+    out = io.StringIO()
+    PlainProgress(name="run", total_steps=1, console=Console(file=out, width=40)).warn("look [here]")
+    with LiveProgress(name="run", total_steps=1, console=Console(file=out, force_terminal=True, width=100)) as shown:
+        shown.warn("look [there]")
+        shown.step(row(0))
+    plain, live, *_ = [line for line in out.getvalue().splitlines() if "warning" in line]
+    assert plain == "run: warning: look [here]"
+    assert "run: warning: look [there]" in live
+
+
 def test_terminal_gets_the_live_view_and_a_log_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(terminal: bool) -> type:
         shown = open_progress(name="r", total_steps=1, console=Console(file=io.StringIO(), force_terminal=terminal))

@@ -13,6 +13,7 @@ from miles.orchestrate import loop as loop_module
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.loop import TrainingLoop, check_engines
 from miles.orchestrate.run_folder import locate
+from miles.orchestrate.schedule import schedule_config
 from miles.quant.errors import QuantError
 from miles.recipe.schema import Recipe
 
@@ -30,21 +31,15 @@ class FakeActorGroup:
 
     async def on_workers(self, method: str, arguments: Any) -> list[Any]:
         step, self.trained = self.trained, self.trained + 1
-        version = arguments[0][1]
-        self.events.append((method, version, [argument[0] for argument in arguments]))
-        skipped = step in self.skip
-        engines = None if skipped else {URL: self.engine}
-        return [
-            {"metrics": {"train/step_skipped": float(skipped)}, "engines": engines},
-            {"metrics": {}, "engines": None},
-        ]
+        self.events.append((method, *arguments))
+        return [{"train/step_skipped": float(step in self.skip)}, {"train/step_skipped": 9.0}]
 
     async def on_all_workers(self, method: str, *arguments: Any) -> list[Any]:
         self.events.append((method, *arguments))
-        return [{URL: self.engine}, None] if method == "push" else ["", ""]
+        return [{URL: self.engine}, None] if method == "send_weights" else ["", ""]
 
 
-class FakeSource:
+class FakeRollout:
     def __init__(self, events: list[Any]) -> None:
         self.events = events
 
@@ -55,14 +50,14 @@ class FakeSource:
         self.events.append(("collect", step))
         return SimpleNamespace(samples=[SimpleNamespace(response_length=4)], metrics={"rollout/reward_mean": 0.5})
 
-    async def ahead(self, version: int) -> None:
-        self.events.append(("ahead", version))
+    async def prefetch(self, version: int) -> None:
+        self.events.append(("prefetch", version))
 
-    async def advance(self, version: int) -> None:
-        self.events.append(("advance-source", version))
+    async def on_new_version(self, version: int) -> None:
+        self.events.append(("on_new_version", version))
 
-    async def skipped(self) -> None:
-        self.events.append(("skipped",))
+    async def on_skipped_step(self) -> None:
+        self.events.append(("on_skipped_step",))
 
     def state(self) -> dict[str, Any]:
         return {"cursor": len(self.events)}
@@ -85,9 +80,9 @@ def make_loop(recipe: Make, monkeypatch: pytest.MonkeyPatch):
         return TrainingLoop(
             made,
             FakeActorGroup(events, **(actors or {})),
-            FakeSource(events),
+            FakeRollout(events),
             locate(made, []),
-            0,
+            schedule_config(made, pad_id=0, flops=None),
             lambda row: events.append(("row", row["step"], row["weight_version"])),
             lambda: events.append(("durable",)),
             version=version,
@@ -103,12 +98,14 @@ def names(events: list[Any], *kinds: str) -> list[Any]:
 def test_each_step_trains_the_next_version_and_every_rank_gets_its_own_batch(make_loop) -> None:
     events: list[Any] = []
     asyncio.run(make_loop(events, steps=2, checkpoint_every=10).run(0))
-    assert events[:5] == [
+    assert events[:7] == [
         ("start", 0),
         ("collect", 0),
-        ("advance", 1, [("batch of rank 0",), ("batch of rank 1",)]),
-        ("ahead", 1),
-        ("advance-source", 1),
+        ("train", (("batch of rank 0",), None), (("batch of rank 1",), None)),
+        ("prefetch", 1),
+        ("send_weights", 1),
+        ("on_new_version", 1),
+        ("row", 0, 1),
     ]
     assert names(events, "row") == [("row", 0, 1), ("row", 1, 2)]
 
@@ -116,7 +113,7 @@ def test_each_step_trains_the_next_version_and_every_rank_gets_its_own_batch(mak
 def test_the_next_requests_are_sent_while_a_step_trains_except_in_the_last_one(make_loop) -> None:
     events: list[Any] = []
     asyncio.run(make_loop(events, steps=3, checkpoint_every=10).run(0))
-    assert names(events, "ahead") == [("ahead", 1), ("ahead", 2)]
+    assert names(events, "prefetch") == [("prefetch", 1), ("prefetch", 2)]
 
 
 def test_checkpoints_come_at_their_steps_and_at_the_end_with_rows_durable_before(make_loop) -> None:
@@ -132,15 +129,25 @@ def test_checkpoints_come_at_their_steps_and_at_the_end_with_rows_durable_before
 def test_resumed_run_serves_its_version_before_the_first_prompt(make_loop) -> None:
     events: list[Any] = []
     asyncio.run(make_loop(events, version=3, steps=5, checkpoint_every=10).run(4))
-    assert events[:3] == [("push", 3), ("start", 3), ("collect", 4)]
-    assert names(events, "advance")[0][1] == 4
+    assert events[:3] == [("send_weights", 3), ("start", 3), ("collect", 4)]
+    assert names(events, "send_weights")[1:] == [("send_weights", 4)]
 
 
 def test_step_that_counts_nothing_makes_no_version(make_loop) -> None:
     events: list[Any] = []
     asyncio.run(make_loop(events, actors={"skip": {1}}, steps=3, checkpoint_every=10).run(0))
     assert names(events, "row") == [("row", 0, 1), ("row", 1, 1), ("row", 2, 2)]
-    assert names(events, "skipped", "advance-source") == [("advance-source", 1), ("skipped",), ("advance-source", 2)]
+    told = [("on_new_version", 1), ("on_skipped_step",), ("on_new_version", 2)]
+    assert names(events, "on_skipped_step", "on_new_version") == told
+    assert names(events, "send_weights") == [("send_weights", 1), ("send_weights", 2)]
+
+
+def test_a_recorded_step_names_the_weights_it_begins_with(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, version=3, steps=6, replay_steps=[5], checkpoint_every=10).run(4))
+    recordings = [call[1][1] for call in names(events, "train")]
+    assert recordings[0] is None
+    assert (recordings[1].folder.name, recordings[1].step, recordings[1].weight_version) == ("replay", 5, 4)
 
 
 def test_gates_see_the_whole_row_of_a_step_and_none_of_a_skipped_one(make_loop) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from miles.config import ConfigError
 from miles.data.batch import Denominators, RankBatch
-from miles.data.step_bundle import RankRecord, StepFailure, write_bundle
+from miles.data.step_bundle import RankRecord, StepFailure
 from miles.orchestrate import replay_command as module
 from miles.orchestrate.replay_command import model_folder, replay, until_failure
 from miles.recipe.schema import canonical_json
@@ -59,7 +59,7 @@ def test_a_missing_model_says_where_it_was_looked_for_and_what_to_give(tmp_path:
 
 
 @pytest.fixture
-def bundle(recipe: Any, tmp_path: Path) -> Path:
+def bundle(recipe: Any, write_bundle: Any, tmp_path: Path) -> Path:
     made_model(tmp_path / "run/model")
     manifest = {"recipe": json.loads(canonical_json(recipe())), "model_dir": str(tmp_path / "gone")}
     record = RankRecord(RankBatch(0, 1, (), Denominators(0, 0)))

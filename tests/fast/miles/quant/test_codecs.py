@@ -17,6 +17,7 @@ from miles.kernels.formats import FLT_MAX, e4m3_decode, e8m0_decode
 from miles.kernels.nvfp4_qdq import reference
 from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
 from miles.quant.codecs import fp8_block, fp8_tensor, mxfp4, mxfp8, nvfp4
+from miles.quant.codecs.checks import check_rounded
 
 CASES = 6
 GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -74,7 +75,7 @@ def test_golden_fp8_tensor(golden) -> None:
     codes, scale = fp8_tensor.quantize(file["x"])
     assert torch.equal(codes, file["tensor/codes"])
     assert torch.equal(scale, file["tensor/scale"])
-    assert torch.equal(fp8_tensor.qdq(file["x"].float()), e4m3_decode(codes) * scale)
+    assert torch.equal(fp8_tensor.dequantize(codes, scale, torch.float32), e4m3_decode(codes) * scale)
 
 
 def test_golden_files_name_their_generator_seed_and_origin() -> None:
@@ -155,10 +156,7 @@ def test_strict_less_tie_goes_to_6() -> None:
 def test_signed_zeros_survive_every_codec() -> None:
     x = torch.tensor([0.0, -0.0] * 64).view(2, 64)
     for y in (
-        mxfp8.qdq(x),
-        mxfp4.qdq(x),
-        fp8_tensor.qdq(x),
-        fp8_block.qdq(x),
+        *(codec.dequantize(*codec.quantize(x), torch.float32) for codec in (mxfp8, mxfp4, fp8_tensor, fp8_block)),
         *(nvfp4.qdq(x, c) for c in CONFIGS.values()),
     ):
         assert torch.equal(bits(y), bits(x))
@@ -186,7 +184,7 @@ def test_largest_float_needs_the_stored_decode() -> None:
         nvfp4.qdq(x, NVFP4QDQConfig())
     assert bool(torch.isfinite(nvfp4.qdq(x / 2, NVFP4QDQConfig(decode="stored"))).all())
     wide = torch.full((1, 32), FLT_MAX)
-    assert bool(mxfp8.qdq(wide / 2).isfinite().all())
+    assert bool(mxfp8.dequantize(*mxfp8.quantize(wide / 2), torch.float32).isfinite().all())
     assert mxfp4.quantize(wide)[1].tolist() == [[253]]
 
 
@@ -194,11 +192,13 @@ def test_largest_float_needs_the_stored_decode() -> None:
 def test_a_finite_weight_that_rounds_to_infinity_is_refused(dtype: torch.dtype, largest: float) -> None:
     x = torch.ones(2, 32, dtype=dtype)
     x[1, 3] = largest
-    for codec in (mxfp8.qdq, mxfp4.qdq, partial(fp8_block.qdq, scale="e8m0")):
+    e8m0 = partial(fp8_block.quantize, scale="e8m0")
+    for codec, quantize in ((mxfp8, mxfp8.quantize), (mxfp4, mxfp4.quantize), (fp8_block, e8m0)):
         with pytest.raises(ValueError, match=rf"w: the weight at index \[1, 3\] rounds to inf in {dtype}; .*wider"):
-            codec(x, name="w")
-    for codec in (fp8_tensor.qdq, fp8_block.qdq, partial(nvfp4.qdq, config=NVFP4QDQConfig(decode="stored"))):
-        assert bool(codec(x).isfinite().all())
+            check_rounded(codec.dequantize(*quantize(x, name="w"), dtype), "w")
+    for codec in (fp8_tensor, fp8_block):
+        assert bool(codec.dequantize(*codec.quantize(x), dtype).isfinite().all())
+    assert bool(nvfp4.qdq(x, NVFP4QDQConfig(decode="stored")).isfinite().all())
 
 
 def test_a_maximum_below_the_weights_own_or_no_number_is_refused() -> None:

@@ -288,7 +288,7 @@ def test_trainer_and_engine_without_rounding_refuse_a_model_that_was_trained_wit
     with pytest.raises(ContractMismatch, match=r"start of training: .*or remove that file to go on without"):
         FakeQATHook(QuantConfig(), environ={}, model_dir=trained)
     (trained / contract.FILE).unlink()
-    assert not FakeQATHook(QuantConfig(), environ={}, model_dir=trained).enabled
+    assert FakeQATHook(QuantConfig(), environ={}, model_dir=trained).rounding is None
 
 
 @pytest.mark.parametrize(

@@ -230,8 +230,6 @@ def test_no_expert_and_double_install_are_refused() -> None:
     qat.install(model, CONFIG)
     with pytest.raises(QuantConfigError, match="already installed"):
         qat.install(model, CONFIG)
-    qat.uninstall(model)
-    assert "forward" not in model.mlp.experts[0].up_proj.__dict__
 
 
 def test_hook_object_installs_counts_and_stops_the_run() -> None:

@@ -12,20 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.config import ConfigError
+from miles.rollout.async_rollout import AsyncRollout
 from miles.rollout.config import FiltersConfig, RolloutConfig
 from miles.rollout.errors import RolloutError, RolloutStarved
 from miles.rollout.metrics import oldest_version
-from miles.rollout.sync_rollout import AsyncRollout, SyncRollout
+from miles.rollout.sync_rollout import SyncRollout
 
 NONZERO = FiltersConfig(chain=[{"kind": "check_reward_nonzero_std"}])
-
-
-class Prompts(FakePrompts):
-    def state(self):
-        return {"next_index": self.next}
-
-    def restore(self, state):
-        self.next = state["next_index"]
 
 
 def config(**options):
@@ -44,13 +37,13 @@ async def train(rollout, engine, steps, *, first=0, pause=0.0):
         batches.append(await asyncio.wait_for(rollout.collect(step), 20))
         await asyncio.sleep(pause)
         engine.version = step + 1
-        await rollout.advance(step + 1)
+        await rollout.on_new_version(step + 1)
     return batches
 
 
 def run_async(engine, cfg, steps, *, prompts=None, pause=0.0):
     async def main():
-        rollout = AsyncRollout(cfg, engine, prompts or Prompts(), Letters(), run_seed=7)
+        rollout = AsyncRollout(cfg, engine, prompts or FakePrompts(), Letters(), run_seed=7)
         try:
             return await train(rollout, engine, steps, pause=pause)
         finally:
@@ -95,11 +88,13 @@ def test_staleness_zero_equals_the_synchronous_rollout(filters):
 
     async def synchronous():
         engine = FakeEngine()
-        rollout = SyncRollout(cfg, engine, Prompts(), Letters(), run_seed=7)
+        rollout = SyncRollout(cfg, engine, FakePrompts(), Letters(), run_seed=7)
         batches = []
+        await rollout.start(0)
         for step in range(4):
             batches.append(await rollout.collect(step))
             engine.version = step + 1
+            await rollout.on_new_version(step + 1)
         return batches
 
     expected = [essence(b) for b in asyncio.run(synchronous())]
@@ -112,7 +107,7 @@ def test_groups_are_generated_while_the_trainer_trains():
     engine = FakeEngine(delay=lambda r: 0.01)
 
     async def main(staleness):
-        rollout = AsyncRollout(config(max_staleness=staleness), engine, Prompts(), Letters(), run_seed=0)
+        rollout = AsyncRollout(config(max_staleness=staleness), engine, FakePrompts(), Letters(), run_seed=0)
         await rollout.start(0)
         await rollout.collect(0)
         await asyncio.sleep(0.05)
@@ -134,7 +129,7 @@ def test_a_group_that_became_too_old_is_dropped_and_its_prompt_drawn_anew():
     engine = FakeEngine(delay=delay)
 
     async def main():
-        rollout = AsyncRollout(config(max_staleness=1, batch_groups=1), engine, Prompts(), Letters(), run_seed=0)
+        rollout = AsyncRollout(config(max_staleness=1, batch_groups=1), engine, FakePrompts(), Letters(), run_seed=0)
         await rollout.start(0)
         batches = []
         for step in range(6):
@@ -143,7 +138,7 @@ def test_a_group_that_became_too_old_is_dropped_and_its_prompt_drawn_anew():
                 await asyncio.sleep(0.2)
                 slow.clear()
             engine.version = step + 1
-            await rollout.advance(step + 1)
+            await rollout.on_new_version(step + 1)
         await rollout.close()
         return batches
 
@@ -188,37 +183,16 @@ def test_partial_responses_are_continued_instead_of_submitted_again():
     assert len({r.seed for r in mine}) == 1
 
 
-def test_evaluation_holds_new_submissions_only():
-    engine = FakeEngine(delay=lambda r: 0.01)
-
-    async def main():
-        rollout = AsyncRollout(config(max_staleness=5), engine, Prompts(), Letters(), run_seed=0)
-        async with rollout.submission_held():
-            await rollout.start(0)
-            await asyncio.sleep(0.03)
-            assert engine.requests == []
-        await rollout.collect(0)
-        async with rollout.submission_held():
-            before = len(engine.requests)
-            await rollout.advance(1)
-            await asyncio.sleep(0.03)
-            assert len(engine.requests) == before
-            assert len((await rollout.collect(1)).samples) == 12
-        await rollout.close()
-
-    asyncio.run(main())
-
-
 def test_a_resumed_run_draws_undelivered_prompts_again_with_the_same_seeds():
     cfg = config(max_staleness=2)
 
     async def main():
         engine = FakeEngine(delay=random_delays(1))
-        rollout = AsyncRollout(cfg, engine, Prompts(), Letters(), run_seed=0)
+        rollout = AsyncRollout(cfg, engine, FakePrompts(), Letters(), run_seed=0)
         first = await train(rollout, engine, 2)
         state = json.loads(json.dumps(rollout.state()))
         await rollout.close()
-        prompts = Prompts()
+        prompts = FakePrompts()
         engine = FakeEngine(version=2)
         resumed = AsyncRollout(cfg, engine, prompts, Letters(), run_seed=0)
         resumed.restore(state)
@@ -237,26 +211,26 @@ def test_a_resumed_run_draws_undelivered_prompts_again_with_the_same_seeds():
 def test_a_failing_group_stops_collect_with_its_error():
     filters = FiltersConfig(chain=[{"kind": "reward_range", "lo": 5.0, "hi": 9.0}], starvation_limit=4)
     with pytest.raises(RolloutStarved):
-        run_async(FakeEngine(), config(filters=filters), 1, prompts=Prompts(score=lambda *_: 0.0))
+        run_async(FakeEngine(), config(filters=filters), 1, prompts=FakePrompts(score=lambda *_: 0.0))
 
 
 def test_options_of_the_other_loop_are_refused():
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness"):
-        SyncRollout(config(max_staleness=1), FakeEngine(), Prompts(), Letters(), run_seed=0)
+        SyncRollout(config(max_staleness=1), FakeEngine(), FakePrompts(), Letters(), run_seed=0)
     with pytest.raises(ConfigError, match=r"rollout\.over_sampling"):
-        AsyncRollout(config(over_sampling=2.0), FakeEngine(), Prompts(), Letters(), run_seed=0)
+        AsyncRollout(config(over_sampling=2.0), FakeEngine(), FakePrompts(), Letters(), run_seed=0)
 
 
-def test_forgetting_to_advance_is_an_error_not_a_hang():
+def test_forgetting_to_tell_of_a_new_version_is_an_error_not_a_hang():
     async def main():
-        rollout = AsyncRollout(config(), FakeEngine(), Prompts(), Letters(), run_seed=0)
+        rollout = AsyncRollout(config(), FakeEngine(), FakePrompts(), Letters(), run_seed=0)
         await rollout.start(0)
         await rollout.collect(0)
         try:
-            with pytest.raises(RolloutError, match=r"advance\(version\)"):
+            with pytest.raises(RolloutError, match=r"on_new_version\(version\)"):
                 await rollout.collect(1)
             with pytest.raises(RolloutError, match="only grow"):
-                await rollout.advance(-1)
+                await rollout.on_new_version(-1)
         finally:
             await rollout.close()
 

@@ -9,7 +9,9 @@ import pytest
 from fake_engine import FakeEngine, FakePrompts, Letters
 
 from miles.rollout.config import RolloutConfig
-from miles.rollout.engines.embedded.requests import BadRequest, Refusal, parse_generate
+from miles.rollout.engines.embedded.fields import BadRequest
+from miles.rollout.engines.embedded.generate_body import parse_generate
+from miles.rollout.engines.embedded.requests import Refusal
 from miles.rollout.generate import single_turn
 from miles.rollout.sync_rollout import SyncRollout
 
@@ -21,9 +23,9 @@ def params(count=2):
 
 
 def update(engine, version):
-    engine.scheduler.begin_update()
+    token = engine.begin(version)
     engine.scheduler.flush_caches()
-    engine.scheduler.finish_update(version)
+    engine.scheduler.finish_update(token)
 
 
 def stays_pending(pending):
@@ -46,10 +48,10 @@ def test_a_request_waits_until_its_version_is_served(local_engine):
 
 def test_it_may_arrive_during_the_update_and_for_a_version_that_is_already_served(local_engine):
     engine = local_engine()
-    engine.scheduler.begin_update()
+    token = engine.begin(1)
     early = engine.start(PROMPTS, params(), min_weight_version=1)
     assert isinstance(engine.start(PROMPTS, params()).results()[0], Refusal)  # as before: not early, not paused
-    engine.scheduler.finish_update(1)
+    engine.scheduler.finish_update(token)
     assert [o.spans for o in early.outputs()] == [[(1, 5)], [(1, 5)]]
     assert engine.start(PROMPTS, params(), min_weight_version=1).outputs()[0].spans == [(1, 5)]
 
@@ -68,8 +70,8 @@ def test_pausing_with_abort_leaves_it_waiting_and_aborting_it_ends_it(local_engi
 def test_a_failed_update_refuses_it(local_engine):
     engine = local_engine()
     early = engine.start(PROMPTS, params(), min_weight_version=1)
-    engine.scheduler.begin_update()
-    engine.scheduler.fail_update("digest_mismatch: bucket 0")
+    engine.scheduler.state.fail(engine.begin(1), "digest_mismatch", "bucket 0")
+    engine.scheduler.refuse_all()
     results = early.results()
     assert [type(r) for r in results] == [Refusal, Refusal]
     assert results[0].kind == "weights_dirty"
@@ -85,7 +87,7 @@ def test_stopping_the_engine_settles_it(local_engine):
 @pytest.mark.parametrize("bad", [-1, "3", 1.5, True, 1 << 63])
 def test_a_version_that_is_no_number_is_refused(local_engine, bad):
     body = {"input_ids": [3], "min_weight_version": bad}
-    with pytest.raises(BadRequest, match=r"body\.min_weight_version"):
+    with pytest.raises(BadRequest, match="min_weight_version"):
         parse_generate(body, local_engine().limits)
 
 
@@ -103,18 +105,22 @@ def on_policy(engine, cfg, versions, *, early, skipped=(), generate=single_turn)
     async def run():
         rollout = SyncRollout(cfg, engine, FakePrompts(), Letters(), run_seed=7, generate=generate)
         batches = []
+        await rollout.start(versions[0])
         try:
             for step, version in enumerate(versions):
-                batches.append(await rollout.collect(step, weight_version=version))
+                batches.append(await rollout.collect(step))
                 if step + 1 == len(versions):
                     break
                 if early:
-                    assert await rollout.ask_early(version + 1)
-                    await asyncio.sleep(0)
+                    asked = len(engine.requests)
+                    await rollout.prefetch(version + 1)
+                    await asyncio.sleep(0.001)
+                    assert len(engine.requests) > asked
                 if step in skipped:
-                    await rollout.ask_again()
+                    await rollout.on_skipped_step()
                 else:
                     await engine.serve(version + 1)
+                    await rollout.on_new_version(version + 1)
         finally:
             await rollout.close()
         return batches
@@ -141,17 +147,46 @@ def test_engines_and_generate_functions_that_cannot_wait_are_not_asked_early():
     async def ask(engine, generate):
         prompts = FakePrompts()
         rollout = SyncRollout(config(), engine, prompts, Letters(), run_seed=7, generate=generate)
-        return await rollout.ask_early(1), prompts.next, engine.requests
+        await rollout.prefetch(1)
+        await asyncio.sleep(0.01)
+        await rollout.close()
+        return prompts.next, len(engine.requests)
 
-    assert asyncio.run(ask(FakeEngine(), single_turn)) == (False, 0, [])
-    assert asyncio.run(ask(FakeEngine(holds_requests=True), own)) == (False, 0, [])
+    assert asyncio.run(ask(FakeEngine(), single_turn)) == (0, 0)
+    assert asyncio.run(ask(FakeEngine(holds_requests=True), own)) == (0, 0)
+    assert asyncio.run(ask(FakeEngine(holds_requests=True), single_turn)) == (3, 12)
+
+
+def test_a_checkpoint_holds_the_prompts_that_were_prefetched_but_not_collected():
+    async def run():
+        engine, prompts = FakeEngine(holds_requests=True), FakePrompts()
+        rollout = SyncRollout(config(), engine, prompts, Letters(), run_seed=7)
+        await rollout.start(0)
+        await rollout.collect(0)
+        await rollout.prefetch(1)
+        state, drawn = rollout.state(), prompts.next
+        await engine.serve(1)
+        await rollout.on_new_version(1)
+        second = await rollout.collect(1)
+        after = rollout.state()
+        await rollout.close()
+
+        fresh = FakePrompts()
+        resumed = SyncRollout(config(), FakeEngine(version=1), fresh, Letters(), run_seed=7)
+        resumed.restore(state)
+        await resumed.start(1)
+        return state, drawn, after, essence(second), essence(await resumed.collect(1))
+
+    state, drawn, after, second, again = asyncio.run(run())
+    assert (state, drawn, after) == ({"prompts": {"next_index": 3}}, 6, {"prompts": {"next_index": 6}})
+    assert again == second
 
 
 def test_closing_takes_back_what_waits():
     async def run():
         engine = FakeEngine(holds_requests=True)
         rollout = SyncRollout(config(), engine, FakePrompts(), Letters(), run_seed=7)
-        await rollout.ask_early(1)
+        await rollout.prefetch(1)
         await asyncio.sleep(0.01)
         assert len(engine.requests) == 12
         await rollout.close()

@@ -96,7 +96,7 @@ def broken(kind, folder, tiny_model):
             {
                 "family": {"model_type": "gpt2"},
                 "shape": {"hidden_size": 32},
-                "rope": {"rope_parameters": {"rope_type": "yarn"}},
+                "rope": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
             }[kind]
         )
         (target / "config.json").write_text(json.dumps(config))
@@ -108,9 +108,9 @@ def broken(kind, folder, tiny_model):
     [
         ("missing", "config.json"),
         ("truncated", "truncated"),
-        ("no_weights", r"model\.safetensors is missing"),
+        ("no_weights", r"neither model\.safetensors nor"),
         ("family", "gpt2"),
-        ("shape", "has shape"),
+        ("shape", "expected shape"),
         ("rope", "yarn"),
     ],
 )

@@ -60,6 +60,8 @@ def test_support_is_what_the_definition_keeps_and_draws_stay_in_it(logits, top_p
     log_p = torch.log_softmax(table[0], 0)
     p = log_p.double().exp().numpy()
     edge = np.abs(np.cumsum(np.sort(p)[::-1]) - top_p).min() < 1e-9 or np.abs(p / p.max() - min_p).min() < 1e-7
+    # Log-probs of another summation order may rank two that are nearly equal the other way round.
+    edge |= np.diff(np.unique(p)).min(initial=1.0) < 1e-6
     ids, values = drawn.support[0]
     if not edge:
         assert set(ids.tolist()) == expected_kept(p.tolist(), top_p, top_k, min_p)

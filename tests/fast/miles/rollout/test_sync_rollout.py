@@ -16,7 +16,7 @@ from miles.rollout.config import FiltersConfig, RolloutConfig
 from miles.rollout.errors import EngineReplyError, RolloutError, RolloutStarved
 from miles.rollout.filters import FilterChain, check_no_aborted, check_reward_nonzero_std, reward_range
 from miles.rollout.generate import GenerateContext, merge_spans, pending_group, single_turn
-from miles.rollout.seeds import mix, sampling_seeds
+from miles.rollout.seeds import sampling_seeds
 from miles.rollout.sync_rollout import SyncRollout
 
 
@@ -24,10 +24,13 @@ def config(**options):
     return RolloutConfig(**{"batch_groups": 3, "group_size": 4, "max_new_tokens": 5, **options})
 
 
-def collect(engine, cfg, prompts=None, *, steps=1, run_seed=7, **options):
+def collect(engine, cfg, prompts=None, *, steps=1, run_seed=7, version=None):
+    """`version`: what the engine is said to serve, by default what it does."""
+
     async def run():
         rollout = SyncRollout(cfg, engine, prompts or FakePrompts(), Letters(), run_seed=run_seed)
-        return [await rollout.collect(step, **options) for step in range(steps)]
+        await rollout.start(engine.version if version is None else version)
+        return [await rollout.collect(step) for step in range(steps)]
 
     return asyncio.run(run())
 
@@ -89,8 +92,24 @@ def test_surplus_groups_of_over_sampling_are_counted_and_not_trained():
 
 def test_tokens_of_another_version_are_an_error():
     with pytest.raises(EngineReplyError, match=r"version 3, this step is on version 4"):
-        collect(FakeEngine(version=3), config(), weight_version=4)
-    collect(FakeEngine(version=4), config(), weight_version=4)
+        collect(FakeEngine(version=3), config(), version=4)
+    collect(FakeEngine(version=4), config(), version=4)
+
+
+def test_a_new_version_is_the_one_that_tokens_are_checked_against():
+    async def run():
+        engine = FakeEngine(version=4)
+        rollout = SyncRollout(config(), engine, FakePrompts(), Letters(), run_seed=7)
+        with pytest.raises(RolloutError, match=r"call start\(version\) first"):
+            await rollout.collect(0)
+        await rollout.start(3)
+        await rollout.on_new_version(4)
+        assert (await rollout.collect(0)).weight_version == 4
+        await rollout.on_new_version(5)
+        with pytest.raises(EngineReplyError, match="version 4, this step is on version 5"):
+            await rollout.collect(1)
+
+    asyncio.run(run())
 
 
 def test_a_prompt_that_fills_the_context_is_truncated_without_a_request():
@@ -116,6 +135,7 @@ def test_custom_generate_functions_may_return_segments_and_are_validated():
 
     async def run():
         rollout = SyncRollout(config(), FakeEngine(), FakePrompts(), Letters(), run_seed=0, generate=two_segments)
+        await rollout.start(0)
         await rollout.collect(0)
 
     with pytest.raises(ValueError, match="loss_mask"):
@@ -163,6 +183,7 @@ def test_a_sampling_mask_makes_the_support_log_probs_the_rollouts(engine_process
     async def run():
         async with EngineClient(engine_process.url) as client:
             rollout = SyncRollout(config(top_p=0.8), client, FakePrompts(), Letters(), run_seed=0)
+            await rollout.start(0)
             return await rollout.collect(0)
 
     batch = asyncio.run(run())
@@ -232,7 +253,6 @@ def test_seeds_differ_by_run_group_and_sample_and_fit_63_bits(a, b):
     assert all(0 <= s < 2**63 for s in seeds)
     assert seeds == sampling_seeds(a[0], a[1], 8, attempt=a[2])
     if a != b:
-        assert mix(*a) != mix(*b)
         assert not set(seeds) & set(sampling_seeds(b[0], b[1], 8, attempt=b[2]))
 
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 from sync_engines import ParameterHost, RunningEngine, qwen3_weights
 
-from miles.rollout.engines.embedded.weight_routes import WeightService
+from miles.rollout.engines.embedded.weight_service import WeightService
 from miles.rollout.engines.embedded.weights import WeightReceiver, table_of
 from miles.sync.config import SyncConfig
 from miles.sync.session import WeightPusher
@@ -34,7 +34,8 @@ def start_engine() -> Iterator[Callable[..., RunningEngine]]:
         port: int = 0,
     ) -> RunningEngine:
         host = ParameterHost(parameters, aliases)
-        receiver = WeightReceiver(parameters, table or table_of(parameters, aliases=aliases), post_process=post_process)
+        own = table or table_of(parameters, aliases=aliases)
+        receiver = WeightReceiver(parameters, own, host.state, post_process=post_process)
         engine = RunningEngine(host, WeightService(host, receiver=receiver)).start(port)
         engines.append(engine)
         return engine

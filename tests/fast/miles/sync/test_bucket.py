@@ -1,3 +1,4 @@
+import itertools
 import threading
 from concurrent.futures import Future
 
@@ -6,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.sync.bucket import BucketStager, FixedBucket, bucket_size, pack_rounds, staged_bytes
+from miles.sync.bucket import BucketStager, FixedBucket, bucket_size, staged_bytes
 from miles.sync.entry import SourceSpec
 from miles.sync.plan import build_plan
-from miles.weight_wire.bucket import BucketHeader, Piece, WeightWireError, piece_view
+from miles.weight_wire.bucket import BucketHeader, Piece, WeightWireError, align_up, piece_view
 from miles.weight_wire.table import EngineTable, ParamEntry
 
 
@@ -17,36 +18,6 @@ def plan_of(shapes, dtype="float32"):
     entries = tuple(ParamEntry(name, shape, dtype) for name, shape in shapes.items())
     weights = {name: SourceSpec(shape, dtype) for name, shape in shapes.items()}
     return build_plan(weights, [EngineTable(entries=entries)], run_id="r")
-
-
-pieces = st.tuples(st.integers(0, 400), st.sampled_from([1, 2, 4, 8])).map(lambda p: (p[0] * p[1], p[1]))
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.lists(pieces, min_size=1, max_size=4), max_size=20), st.integers(0, 4000))
-def test_alignment_and_rounds(groups, extra):
-    capacity = max([staged_bytes(g) for g in groups], default=0) + extra
-    rounds = pack_rounds(groups, capacity)
-    placed = [(p.group, p.piece) for r in rounds for p in r]
-    assert placed == [(g, p) for g, sizes in enumerate(groups) for p in range(len(sizes))]
-    for r in rounds:
-        end = 0
-        for p in r:
-            nbytes, itemsize = groups[p.group][p.piece]
-            assert p.offset % max(16, itemsize) == 0
-            assert end <= p.offset < end + 16
-            end = p.offset + nbytes
-        assert end <= capacity
-    of_group = {}
-    for index, r in enumerate(rounds):
-        for p in r:
-            of_group.setdefault(p.group, set()).add(index)
-    assert all(len(indices) == 1 for indices in of_group.values()), "an atomic group was split"
-
-
-def test_a_group_larger_than_the_bucket_is_refused():
-    with pytest.raises(ValueError, match="group 1 takes 80 bytes"):
-        pack_rounds([[(16, 4)], [(40, 4), (32, 4)]], 64)
 
 
 def test_largest_parameter_grows_bucket():
@@ -67,6 +38,53 @@ def fixed(count, nbytes):
     bucket = FixedBucket(count, lambda n: torch.zeros(n, dtype=torch.uint8), lambda buffer: None)
     bucket.reserve(nbytes)
     return bucket
+
+
+DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+groups = st.lists(
+    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(1, 60), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(groups, st.integers(0, 2000), st.randoms(use_true_random=False))
+def test_pieces_are_aligned_and_whole_groups_share_a_round(groups, extra, random):
+    """Each group is one fused destination; rounds hold as many groups as fit, in the order they are completed."""
+    entries, sources = [], {}
+    for number, (dtype, lengths) in enumerate(groups):
+        names = tuple(f"g{number}.p{piece}" for piece in range(len(lengths)))
+        sources |= {name: SourceSpec((length,), dtype) for name, length in zip(names, lengths, strict=True)}
+        fused = {"fused_from": names, "num_shards": len(names)} if len(names) > 1 else {"fused_from": names}
+        entries.append(ParamEntry(f"g{number}", (sum(lengths),), dtype, **fused))
+    plan = build_plan(sources, [EngineTable(entries=tuple(entries))], run_id="r")
+    (key,) = plan.layouts
+    capacity = bucket_size(plan, 1) + extra
+    rounds = []
+    stager = BucketStager(plan, key, 1, fixed(2, capacity), True, lambda header, buffer: rounds.append(header) or [])
+    offered = list(plan.layouts[key])
+    random.shuffle(offered)
+    for entry in offered:
+        stager.add(entry, torch.zeros(entry.shape, dtype=DTYPES[entry.dtype]))
+    stager.flush()
+    assert stager.waiting() == []
+    of_group: dict[str, set[int]] = {}
+    for number, header in enumerate(rounds):
+        end = 0
+        for piece in header.pieces:
+            assert piece.offset % max(16, DTYPES[piece.dtype].itemsize) == 0
+            assert end <= piece.offset < end + 16
+            end = piece.offset + piece.nbytes
+            of_group.setdefault(piece.name, set()).add(number)
+        assert end == header.nbytes <= capacity
+    assert sum(len(header.pieces) for header in rounds) == len(sources)
+    assert all(len(numbers) == 1 for numbers in of_group.values()), "an atomic group was split"
+    # No round could have taken the first group of the next one as well.
+    for header, following in itertools.pairwise(rounds):
+        first = [piece for piece in following.pieces if piece.name == following.pieces[0].name]
+        sizes = [(piece.nbytes, DTYPES[piece.dtype].itemsize) for piece in first]
+        assert align_up(header.nbytes, 16) + staged_bytes(sizes) > capacity
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -2,7 +2,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from sync_engines import zeros_like
+from typer.testing import CliRunner
 
+from miles.cli import app
 from miles.config import ConfigError
 from miles.sync.diff import diff_engine
 from miles.weight_wire.table import EngineTable, ParamEntry
@@ -43,3 +45,18 @@ def test_diff_against_a_folder_without_weights(start_engine, tiny_weights, tmp_p
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ConfigError, match="cannot be read as a checkpoint"):
         diff_engine(engine.url, tmp_path)
+
+
+def test_the_command_prints_what_differs_and_fails_for_it(start_engine, pusher_for, tiny_weights, tmp_path):
+    save_file(tiny_weights, tmp_path / "model.safetensors")
+    engine = start_engine(zeros_like(tiny_weights))
+    pusher_for(engine).push(tiny_weights.items(), 4)
+    command = ["sync", "diff", engine.url, "--checkpoint", str(tmp_path)]
+    same = CliRunner().invoke(app, command)
+    assert (same.exit_code, same.output) == (
+        0, f"{engine.url}: version 4 (serving), {len(tiny_weights)} equal, 0 differ\n"
+    )  # fmt: skip
+    engine.parameters["model.norm.weight"][5] += 1e-6
+    other = CliRunner().invoke(app, command)
+    assert other.exit_code == 1
+    assert other.output.splitlines()[1:] == ["model.norm.weight"]

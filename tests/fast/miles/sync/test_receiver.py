@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from miles.rollout.engines.embedded.weights import BeginUpdate, WeightReceiver, WeightUpdateError, table_of
+from miles.rollout.engines.embedded.weight_state import BeginUpdate, WeightState, WeightUpdateError
+from miles.rollout.engines.embedded.weights import WeightReceiver, table_of
 from miles.weight_wire.bucket import BucketHeader, Piece, align_up, digest
 from miles.weight_wire.table import EngineTable, ParamEntry
 
@@ -22,7 +23,8 @@ class Setup:
                 ParamEntry("draft.w", (4,), "float32", module="draft", post_process="once"),
             )
         )
-        self.receiver = WeightReceiver(self.parameters, self.table, post_process=post_process)
+        self.state = WeightState()
+        self.receiver = WeightReceiver(self.parameters, self.table, self.state, post_process=post_process)
 
     def begin(self, version=1, *, now=0.0, **changes):
         begin = BeginUpdate(
@@ -31,11 +33,24 @@ class Setup:
             selector=("target",),
             plan_digest="plan",
             table_digest=self.table.table_digest,
-            engine_epoch=self.receiver.epoch,
+            engine_epoch=self.state.epoch,
             pause="retract",
             timeout_s=10.0,
         )
-        return self.receiver.begin(replace(begin, **changes), now)
+        begin = replace(begin, **changes)
+        self.state.check_begin(begin, now)
+        self.receiver.check_begin(begin)
+        session = self.state.begin(begin, now)
+        self.receiver.start(session)
+        return session.token
+
+    @property
+    def view(self):
+        return self.state.get()
+
+    @property
+    def dirty(self):
+        return self.view.reason if self.view.phase == "dirty" else None
 
     def load(self, token, values, *, version=1, sequence=0, plan="plan", corrupt=False, checksum=True, now=0.0):
         header, buffer = bucket(values, version=version, sequence=sequence, checksum=checksum)
@@ -43,11 +58,11 @@ class Setup:
             buffer[1] ^= 1
         return self.receiver.load(token, plan, header, buffer, now)
 
-    def whole(self, version=1):
-        token = self.begin(version)
+    def whole(self, version=1, **changes):
+        token = self.begin(version, **changes)
         self.load(token, FULL, version=version)
         self.receiver.complete(token, "plan", version, 1)
-        self.receiver.finish(token)
+        self.state.finish(token)
 
 
 A, Q, K = ("a", torch.arange(4.0), None), ("qk", torch.ones(2, 2), ((0, 2),)), ("qk", 5 * torch.ones(1, 2), ((2, 3),))
@@ -73,13 +88,13 @@ def test_a_whole_update_is_served_and_only_then_reported():
     setup = Setup()
     receiver = setup.receiver
     token = setup.begin(1)
-    assert (receiver.state, receiver.version, receiver.updating_to) == ("updating", 0, 1)
+    assert (setup.view.phase, setup.view.version, setup.view.session.begin.version) == ("updating", 0, 1)
     setup.load(token, [A], sequence=0)
     setup.load(token, [K, Q], sequence=1)
     receiver.complete(token, "plan", 1, 2)
-    assert receiver.version == 0
-    receiver.finish(token)
-    assert (receiver.state, receiver.version, receiver.run_id) == ("serving", 1, "run")
+    assert setup.view.version == 0
+    setup.state.finish(token)
+    assert (setup.view.phase, setup.view.version, setup.view.run_id) == ("serving", 1, "run")
     assert setup.parameters["qk"].tolist() == [[1, 1], [1, 1], [5, 5]]
     assert setup.parameters["a"].tolist() == [0, 1, 2, 3]
     assert setup.parameters["draft.w"].tolist() == [1, 1, 1, 1]
@@ -89,10 +104,13 @@ def test_waiting_set_must_be_empty():
     setup = Setup()
     token = setup.begin()
     setup.load(token, [Q])
-    with pytest.raises(WeightUpdateError, match=r"waiting for 2 parameters: a, qk"):
+    with pytest.raises(
+        WeightUpdateError,
+        match=r"waiting for 2 parameters: a: 4 of 4 elements, in rows \[0, 4\); qk: 2 of 6 elements, in rows \[2, 3\)",
+    ):
         setup.receiver.complete(token, "plan", 1, 1)
-    assert setup.receiver.refusal() is not None
-    assert setup.receiver.version == 0
+    assert setup.dirty is not None
+    assert setup.view.version == 0
 
 
 @pytest.mark.parametrize(
@@ -104,11 +122,14 @@ def test_waiting_set_must_be_empty():
         ("shape_mismatch", [("a", torch.zeros(5), None)]),
         ("shape_mismatch", [("a", torch.zeros(2, 2), None)]),
         ("shape_mismatch", [("qk", torch.zeros(3, 2), None)]),
-        ("shape_mismatch", [("qk", torch.zeros(2, 2), ((2, 4),))]),
-        ("shape_mismatch", [("qk", torch.zeros(2, 2), ((1, 1),))]),
-        ("duplicate", [A, A]),
-        ("duplicate", [Q, Q]),
-        ("duplicate", [Q, K, ("qk", torch.zeros(1, 2), ((1, 2),))]),
+        ("shape_mismatch", [("qk", torch.zeros(1, 2), ((0, 2),))]),
+        ("bad_slot", [("qk", torch.zeros(2, 2), ((2, 4),))]),
+        ("bad_slot", [("qk", torch.zeros(2, 2), ((1, 1),))]),
+        ("bad_slot", [("qk", torch.zeros(2, 2), ((0, 2), (0, 2), (0, 1)))]),
+        ("bad_slot", [A, A]),
+        ("bad_slot", [("a", torch.zeros(1), ((0, 1),)), A]),
+        ("bad_slot", [Q, Q]),
+        ("bad_slot", [Q, K, ("qk", torch.zeros(1, 2), ((1, 2),))]),
     ],
 )
 def test_a_piece_that_does_not_fit_makes_the_engine_dirty_before_anything_is_written(code, values):
@@ -116,8 +137,8 @@ def test_a_piece_that_does_not_fit_makes_the_engine_dirty_before_anything_is_wri
     before = {name: tensor.clone() for name, tensor in setup.parameters.items()}
     with refused(code):
         setup.load(setup.begin(), values)
-    assert setup.receiver.state == "dirty"
-    assert code in setup.receiver.refusal()
+    assert setup.view.phase == "dirty"
+    assert code in setup.dirty
     assert all(torch.equal(before[name], tensor) for name, tensor in setup.parameters.items())
 
 
@@ -127,24 +148,25 @@ def test_a_piece_that_does_not_fit_makes_the_engine_dirty_before_anything_is_wri
 def test_receiver_rejects_wrong_scale_format(held, sent):
     weight = torch.zeros(4, dtype=torch.float8_e4m3fn)
     table = EngineTable(entries=(ParamEntry("w", (4,), "float8_e4m3fn", scale=held),))
-    receiver = WeightReceiver({"w": weight}, table)
-    begin = BeginUpdate("run", 1, "all", "plan", table.table_digest, receiver.epoch, "retract", 1.0)
+    state = WeightState()
+    receiver = WeightReceiver({"w": weight}, table, state)
+    session = state.begin(BeginUpdate("run", 1, "all", "plan", table.table_digest, state.epoch, "retract", 1.0), 0.0)
+    receiver.start(session)
     header, buffer = bucket([("w", weight, None)], version=1, sequence=0, scale=sent)
-    token = receiver.begin(begin, 0.0)
     with pytest.raises(
         WeightUpdateError, match=f"sent as float8_e4m3fn scale {sent}, the engine holds .* scale {held}"
     ):
-        receiver.load(token, "plan", header, buffer, 0.0)
+        receiver.load(session.token, "plan", header, buffer, 0.0)
 
 
 def test_corrupt_byte_makes_dirty_and_the_next_whole_update_heals():
     setup = Setup()
     with refused("digest_mismatch"):
         setup.load(setup.begin(1), FULL, corrupt=True)
-    assert setup.receiver.state == "dirty"
-    assert setup.receiver.status()["weight_version"] == "0"
+    assert setup.view.phase == "dirty"
+    assert setup.state.status()["weight_version"] == "0"
     setup.whole(2)
-    assert (setup.receiver.state, setup.receiver.version, setup.receiver.refusal()) == ("serving", 2, None)
+    assert (setup.view.phase, setup.view.version, setup.dirty) == ("serving", 2, None)
 
 
 def test_without_checksum_the_acknowledgement_carries_none():
@@ -164,17 +186,17 @@ def test_a_message_that_contradicts_begin_is_fatal(code, message):
     setup = Setup()
     with refused(code):
         setup.load(setup.begin(1), FULL, **message)
-    assert setup.receiver.state == "dirty"
+    assert setup.view.phase == "dirty"
 
 
 def test_a_stale_trainer_cannot_touch_the_running_session():
     setup = Setup()
     old = setup.begin(1)
-    setup.receiver.expire(now=11.0)
+    setup.state.expire(now=11.0)
     token = setup.begin(2, now=12.0)
     with refused("no_session"):
         setup.load(old, FULL)
-    assert setup.receiver.state == "updating"
+    assert setup.view.phase == "updating"
     setup.load(token, FULL, version=2)
 
 
@@ -186,8 +208,8 @@ def test_two_syncs_concurrent_refused_without_harm_to_the_first():
     assert (refusal.value.fatal, refusal.value.retry_after_s) == (False, 6.0)
     setup.load(token, FULL)
     setup.receiver.complete(token, "plan", 1, 1)
-    setup.receiver.finish(token)
-    assert setup.receiver.version == 1
+    setup.state.finish(token)
+    assert setup.view.version == 1
 
 
 @pytest.mark.parametrize("version", [4, 5])
@@ -196,7 +218,7 @@ def test_a_version_of_the_same_run_never_goes_back(version):
     setup.whole(5)
     with refused("version_going_back"):
         setup.begin(version)
-    assert setup.receiver.state == "dirty"
+    assert (setup.view.phase, setup.view.version) == ("serving", 5)
 
 
 def test_an_engine_of_another_run_takes_lower_versions_of_the_new_run():
@@ -205,8 +227,8 @@ def test_an_engine_of_another_run_takes_lower_versions_of_the_new_run():
     token = setup.begin(1, run_id="next", plan_digest="next plan")
     setup.load(token, FULL, version=1, plan="next plan")
     setup.receiver.complete(token, "next plan", 1, 1)
-    setup.receiver.finish(token)
-    assert (setup.receiver.run_id, setup.receiver.version) == ("next", 1)
+    setup.state.finish(token)
+    assert (setup.view.run_id, setup.view.version) == ("next", 1)
 
 
 def test_an_engine_that_restarted_is_not_the_one_that_was_planned_for():
@@ -214,16 +236,16 @@ def test_an_engine_that_restarted_is_not_the_one_that_was_planned_for():
     for changes in ({"engine_epoch": "earlier life"}, {"table_digest": "other table"}):
         with refused("table_changed"):
             setup.begin(1, **changes)
-    assert setup.receiver.state == "serving"
+    assert setup.view.phase == "serving"
 
 
 def test_a_silent_trainer_leaves_the_engine_dirty():
     setup = Setup()
     token = setup.begin(1, now=100.0)
     setup.load(token, [A], now=105.0)
-    assert not setup.receiver.expire(now=114.9)
-    assert setup.receiver.expire(now=115.1)
-    assert "no message for 10 s while updating" in setup.receiver.refusal()
+    assert not setup.state.expire(now=114.9)
+    assert setup.state.expire(now=115.1)
+    assert "no message for 10 s while updating" in setup.dirty
 
 
 def test_selector_names_only_modules_the_engine_has_and_stays_the_same():
@@ -231,9 +253,15 @@ def test_selector_names_only_modules_the_engine_has_and_stays_the_same():
     token = setup.begin(1)
     with refused("selector_mismatch"):
         setup.receiver.require_selector(token, "all")
-    with refused("unknown_module"):
-        setup.begin(2, selector=("vision",))
-    assert setup.receiver.state == "dirty"
+    assert setup.view.phase == "dirty"
+
+
+def test_a_begin_that_names_unknown_modules_changes_nothing():
+    setup = Setup()
+    for selector in (("vision",), ()):
+        with refused("unknown_module"):
+            setup.begin(2, selector=selector)
+        assert setup.view.phase == "serving"
 
 
 def test_noop_sync_leaves_draft_unshuffled():
@@ -245,7 +273,7 @@ def test_noop_sync_leaves_draft_unshuffled():
         setup.parameters["draft.w"].mul_(2)
         runs.append("draft")
 
-    setup.receiver = WeightReceiver(setup.parameters, setup.table, post_process={"draft": shuffle})
+    setup.receiver = WeightReceiver(setup.parameters, setup.table, setup.state, post_process={"draft": shuffle})
     for version in (1, 2, 3):
         setup.whole(version)
     assert runs == []
@@ -253,10 +281,10 @@ def test_noop_sync_leaves_draft_unshuffled():
     token = setup.begin(4, selector="all")
     setup.load(token, [*FULL, ("draft.w", torch.full((4,), 3.0), None)], version=4)
     setup.receiver.complete(token, "plan", 4, 1)
-    setup.receiver.finish(token)
+    setup.state.finish(token)
     assert runs == ["draft"]
     assert setup.parameters["draft.w"].tolist() == [6, 6, 6, 6]
-    assert setup.receiver.stamps["draft"] == (4, 16)
+    assert setup.receiver.stamps["draft"] == ("run", 4, 16)
 
 
 def test_table_of_an_engine_with_tied_embeddings_lists_the_alias():
@@ -269,4 +297,4 @@ def test_table_of_an_engine_with_tied_embeddings_lists_the_alias():
 def test_a_table_that_does_not_describe_the_parameters_is_refused():
     table = EngineTable(entries=(ParamEntry("w", (4,), "bfloat16"),))
     with refused("bad_table"):
-        WeightReceiver({"w": torch.zeros(4)}, table)
+        WeightReceiver({"w": torch.zeros(4)}, table, WeightState())

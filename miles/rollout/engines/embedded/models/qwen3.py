@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from miles.models.errors import ModelError
+from miles.models.family import HFConfig
+from miles.models.rope import RopeSpec
 from miles.rollout.engines.embedded.models.storage import ParameterStore
 from miles.rollout.errors import EngineModelError
 
@@ -41,27 +44,28 @@ class Qwen3Shape:
     def from_config(cls, config: Mapping[str, Any]) -> Qwen3Shape:
         """`EngineModelError` names a missing key or an option that this engine does not compute."""
         try:
-            heads, hidden = config["num_attention_heads"], config["hidden_size"]
+            hf = HFConfig(config)
+            hf.require("hidden_act", ("silu", "swish"), "only the gated SiLU MLP is served")
+            hf.require("use_sliding_window", (False, None), "sliding windows are not served")
+            hf.require("per_layer_config", (None, {}), "layers of one model are served alike")
+            layers, head_dim = hf.integer("num_hidden_layers"), hf.integer("head_dim")
+            hf.require("layer_types", (None, ["full_attention"] * layers), "every layer attends to all tokens")
             shape = cls(
-                vocab_size=config["vocab_size"],
-                hidden=hidden,
-                intermediate=config["intermediate_size"],
-                layers=config["num_hidden_layers"],
-                heads=heads,
-                kv_heads=config.get("num_key_value_heads", heads),
-                head_dim=config.get("head_dim") or hidden // heads,
-                norm_eps=config.get("rms_norm_eps", 1e-6),
-                rope_theta=_rope_theta(config),
-                max_positions=config["max_position_embeddings"],
-                tied=bool(config.get("tie_word_embeddings", False)),
+                vocab_size=hf.integer("vocab_size"),
+                hidden=hf.integer("hidden_size"),
+                intermediate=hf.integer("intermediate_size"),
+                layers=layers,
+                heads=hf.integer("num_attention_heads"),
+                kv_heads=hf.integer("num_key_value_heads"),
+                head_dim=head_dim,
+                norm_eps=hf.number("rms_norm_eps"),
+                rope_theta=_rope_theta(RopeSpec.from_hf(config, head_dim=head_dim), head_dim),
+                max_positions=hf.integer("max_position_embeddings"),
+                tied=hf.boolean("tie_word_embeddings"),
                 bias=bool(config.get("attention_bias", False)),
             )
-        except KeyError as error:
-            raise EngineModelError(f"config.json: key {error} is missing; use a complete Qwen3 checkpoint") from None
-        if config.get("hidden_act", "silu") != "silu":
-            raise EngineModelError(f"config.json: hidden_act {config['hidden_act']!r} is not served, only 'silu'")
-        if config.get("use_sliding_window"):
-            raise EngineModelError("config.json: use_sliding_window is not served; use engine.engine=sglang")
+        except ModelError as error:
+            raise EngineModelError(f"{error}; use a complete Qwen3 checkpoint, or engine.engine=sglang") from None
         if shape.heads % shape.kv_heads:
             raise EngineModelError(
                 f"config.json: num_attention_heads {shape.heads} is no multiple of num_key_value_heads {shape.kv_heads}"
@@ -69,15 +73,13 @@ class Qwen3Shape:
         return shape
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise EngineModelError(
-            f"config.json: rope type {kind!r} is not served, only 'default'; use engine.engine=sglang"
+def _rope_theta(rope: RopeSpec, head_dim: int) -> float:
+    if rope.kind != "plain" or rope.dim != head_dim or rope.interleaved:
+        raise ModelError(
+            f"config.json: rotary embedding of kind {rope.kind} over {rope.dim} of {head_dim} channels"
+            f"{' in interleaved pairs' if rope.interleaved else ''} is not served, only the plain one over all"
         )
-    return float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    return rope.theta
 
 
 class SwiGLU:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from miles.models.errors import ModelError
+from miles.models.family import HFConfig
 from miles.rollout.engines.embedded.attention import ROW_BLOCK
 from miles.rollout.engines.embedded.models.qwen3 import Layer, Qwen3, Qwen3Shape, SwiGLU
 from miles.rollout.engines.embedded.models.storage import ParameterStore
@@ -31,18 +33,17 @@ class Qwen3MoeShape(Qwen3Shape):
         step = config.get("decoder_sparse_step", 1)
         dense = {i for i in range(base.layers) if (i + 1) % step} | set(config.get("mlp_only_layers") or [])
         try:
+            hf = HFConfig(config)
             return cls(
                 **{f.name: getattr(base, f.name) for f in fields(base)},
-                experts=config["num_experts"],
-                experts_per_token=config["num_experts_per_tok"],
-                expert_intermediate=config["moe_intermediate_size"],
-                normalise=bool(config.get("norm_topk_prob", False)),
+                experts=hf.integer("num_experts"),
+                experts_per_token=hf.integer("num_experts_per_tok"),
+                expert_intermediate=hf.integer("moe_intermediate_size"),
+                normalise=hf.boolean("norm_topk_prob"),
                 dense_layers=frozenset(dense),
             )
-        except KeyError as error:
-            raise EngineModelError(
-                f"config.json: key {error} is missing; use a complete Qwen3-MoE checkpoint"
-            ) from None
+        except ModelError as error:
+            raise EngineModelError(f"{error}; use a complete Qwen3-MoE checkpoint") from None
 
 
 class RoutedExperts:

@@ -73,14 +73,19 @@ def as_packed_experts(name: str) -> Tensors:
     }
 
 
+def rounded(codec, **options):
+    """weight -> what its stored form decodes to."""
+    return lambda value: codec.dequantize(*codec.quantize(value, **options), value.dtype)
+
+
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
-        (as_mxfp4, mxfp4.qdq),
-        (partial(as_mxfp4, scale="scale"), mxfp4.qdq),
-        (as_fp8_tensor, fp8_tensor.qdq),
-        (partial(as_fp8_block, scale="scale"), partial(fp8_block.qdq, scale="e8m0")),
-        (as_mxfp8, mxfp8.qdq),
+        (as_mxfp4, rounded(mxfp4)),
+        (partial(as_mxfp4, scale="scale"), rounded(mxfp4)),
+        (as_fp8_tensor, rounded(fp8_tensor)),
+        (partial(as_fp8_block, scale="scale"), rounded(fp8_block, scale="e8m0")),
+        (as_mxfp8, rounded(mxfp8)),
     ],
 )
 @pytest.mark.parametrize("name", [SHARED, QUERY])
@@ -100,7 +105,10 @@ def test_requantise_takes_experts_of_every_known_form(tmp_path: Path) -> None:
     requantise(source, tmp_path / "out")
     plain = write(
         tmp_path / "plain",
-        {down: mxfp4.qdq(weight(1)), gate: mxfp8.qdq(weight(2)), up: fp8_tensor.qdq(weight(3))},
+        {
+            name: codec.dequantize(*codec.quantize(weight(seed)), torch.bfloat16)
+            for name, codec, seed in ((down, mxfp4, 1), (gate, mxfp8, 2), (up, fp8_tensor, 3))
+        },
     )
     to_nvfp4.convert(plain, tmp_path / "wanted")
     got, wanted = read(tmp_path / "out"), read(tmp_path / "wanted")

@@ -117,9 +117,9 @@ class EngineContract:
         assert model["weight_version"].isdecimal()
         assert http.get("/server_info").status_code == 200
 
-    def test_bad_requests_are_refused_with_400(self, http):
+    def test_bad_requests_are_refused(self, http):
         for bad in ({**body(), "input_ids": []}, body(temperature=-1.0), body(max_new_tokens=10**7)):
-            assert http.post("/generate", json=bad).status_code == 400, bad
+            assert http.post("/generate", json=bad).status_code in (400, 422), bad
         assert http.post("/generate", content=b"{").status_code in (400, 422)
 
     def test_abort_of_an_unknown_request_is_no_error(self, http):

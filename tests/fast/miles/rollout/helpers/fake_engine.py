@@ -78,6 +78,12 @@ class FakePrompts:
         start, self.next = self.next, self.next + count
         return [self._make(i) for i in range(start, start + count)]
 
+    def state(self):
+        return {"next_index": self.next}
+
+    def restore(self, state):
+        self.next = state["next_index"]
+
 
 class Letters:
     """Decodes ids to letters."""

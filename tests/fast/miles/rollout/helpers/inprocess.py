@@ -11,11 +11,18 @@ import torch
 from miles.data.end_tokens import read_end_tokens
 from miles.rollout.engines.embedded.batch import Batch
 from miles.rollout.engines.embedded.checkpoint import load_weights, read_config
+from miles.rollout.engines.embedded.generate_body import parse_generate
 from miles.rollout.engines.embedded.models import build_model
-from miles.rollout.engines.embedded.requests import Job, Limits, Output, Refusal, parse_generate
+from miles.rollout.engines.embedded.requests import Job, Limits, Output, Refusal
 from miles.rollout.engines.embedded.scheduler import Scheduler
+from miles.rollout.engines.embedded.weight_state import BeginUpdate
 
 WAIT_S = 30.0
+
+
+def begin_body(engine: LocalEngine, version: int, *, run_id: str = "run") -> BeginUpdate:
+    epoch = engine.scheduler.state.epoch
+    return BeginUpdate(run_id, version, "all", "plan", "table", epoch, "retract", 60.0)
 
 
 class LocalEngine:
@@ -37,6 +44,10 @@ class LocalEngine:
         self.scheduler.stop()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
+
+    def begin(self, version: int, *, run_id: str = "run") -> str:
+        """Open an update on the engine; the session's token."""
+        return self.scheduler.begin_update(begin_body(self, version, run_id=run_id), 0.0).token
 
     def start(self, prompts: list[list[int]], params: list[dict[str, Any]], **body: Any) -> Pending:
         requests, _ = parse_generate({"input_ids": prompts, "sampling_params": params, **body}, self.limits)

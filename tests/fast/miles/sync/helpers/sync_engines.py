@@ -20,8 +20,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from miles.rollout.engines.embedded.gate import GateState
-from miles.rollout.engines.embedded.weight_routes import WeightService, register_routes
+from miles.rollout.engines.embedded.weight_routes import register_routes
+from miles.rollout.engines.embedded.weight_service import NOBODY, WeightService
+from miles.rollout.engines.embedded.weight_state import BeginUpdate, UpdateSession, WeightState
 
 
 class ParameterHost:
@@ -32,8 +33,8 @@ class ParameterHost:
 
     def __init__(self, parameters: dict[str, torch.Tensor], aliases: dict[str, str] | None = None):
         self._parameters, self._aliases = parameters, aliases or {}
-        self.gate_state = GateState("serving", 0)
-        self.paused = False
+        self.state = WeightState()
+        self.owners: set[str] = set()
         self.cached = 0
         self.lying_flush = False
         self.pauses: list[str] = []
@@ -44,21 +45,25 @@ class ParameterHost:
     def aliases(self) -> dict[str, str]:
         return self._aliases
 
-    def pause(self, mode: str) -> Future[None]:
-        self.paused = True
-        self.pauses.append(mode)
-        return _done()
-
-    def resume(self) -> Future[None]:
-        self.paused = False
-        return _done()
+    @property
+    def paused(self) -> bool:
+        return bool(self.owners)
 
     @property
     def weight_version(self) -> int:
-        return self.gate_state.version
+        return self.state.get().version
 
-    def begin_update(self) -> None:
-        self.gate_state = GateState("updating", self.weight_version)
+    def pause(self, mode: str, owner: str) -> Future[None]:
+        self.owners.add(owner)
+        self.pauses.append(mode)
+        return _done()
+
+    def resume(self, owner: str) -> Future[None]:
+        self.owners.discard(owner)
+        return _done()
+
+    def begin_update(self, begin: BeginUpdate, now: float, client: object = None) -> UpdateSession:
+        return self.state.begin(begin, now, client=client)
 
     def flush_caches(self) -> None:
         if not self.lying_flush:
@@ -67,11 +72,16 @@ class ParameterHost:
     def cached_prefix_tokens(self) -> int:
         return self.cached
 
-    def finish_update(self, version: int) -> None:
-        self.gate_state = GateState("serving", version)
+    def finish_update(self, token: str) -> None:
+        self.state.finish(token)
 
-    def fail_update(self, reason: str) -> None:
-        self.gate_state = GateState("dirty", self.weight_version, reason)
+    def refuse_all(self) -> None: ...
+
+    def release_memory(self, tags: object) -> Future[bool]:
+        raise NotImplementedError
+
+    def resume_memory(self, tags: object) -> Future[None]:
+        raise NotImplementedError
 
 
 def _done() -> Future[None]:
@@ -101,9 +111,9 @@ class RunningEngine:
         register_routes(app, self.service)
 
         async def generate(request: Request) -> JSONResponse:
-            if self.host.gate_state.state == "dirty":
-                return JSONResponse({"error": {"type": "weights_dirty", "message": self.host.gate_state.reason}}, 503)
-            while self.host.gate_state.state != "serving":
+            if (view := self.host.state.get()).phase == "dirty":
+                return JSONResponse({"error": {"type": "weights_dirty", "message": view.reason}}, 503)
+            while self.host.state.get().phase != "serving":
                 await asyncio.sleep(0.001)
             version, first = self.host.weight_version, next(iter(self.parameters.values()))
             self.host.cached += 4
@@ -112,13 +122,13 @@ class RunningEngine:
         app.add_route("/generate", generate, methods=["POST"])
         handle = self.service.handle
 
-        async def recorded(path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        async def recorded(path: str, body: bytes, caller: Any = NOBODY) -> tuple[int, dict[str, Any]]:
             message = orjson.loads(body)
             self.seen.append((path, message))
             replaced = self.intercept(path, message)
             if replaced is None:
                 return 503, {"success": False, "code": "intercepted", "message": "refused by the test"}
-            return await handle(path, orjson.dumps(replaced))
+            return await handle(path, orjson.dumps(replaced), caller)
 
         self.service.handle = recorded  # type: ignore[method-assign]
         # asyncio switches Nagle off only when the protocol is named: without it each reply costs 40 ms.

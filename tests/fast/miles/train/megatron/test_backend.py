@@ -146,7 +146,7 @@ def test_policy_gradient_moves_probability_to_the_rewarded_tokens(ranks, toolbox
         batch = toolbox.batch(samples).for_rank(0)
 
         def gap():
-            scores = [s.sum() for s in backend.log_probs(batch)]
+            scores = [s.sum() for s in backend.score(batch, model="policy", output="log_probs")]
             rewards = [samples[i].reward for mb in batch.micro_batches for i in mb.sample_index]
             return float(np.corrcoef(scores, rewards)[0, 1])
 
@@ -288,16 +288,20 @@ def test_the_reference_stays_where_the_run_started(parallel, ranks, toolbox, mod
         backend = toolbox.backend(model_dir, rank, world, port, algo=algo, **parallel)
         samples = toolbox.samples(ragged=True)
         batch = toolbox.batch(samples).for_rank(0)
-        start = np.concatenate(backend.ref_log_probs(batch))
-        assert np.array_equal(start, np.concatenate(backend.log_probs(batch)))
+        start = np.concatenate(backend.score(batch, model="reference", output="log_probs"))
+        assert np.array_equal(start, np.concatenate(backend.score(batch, model="policy", output="log_probs")))
         order = [int(index) for item in batch.micro_batches for index in item.sample_index]
-        for index, scores in zip(order, backend.ref_log_probs(batch), strict=True):
+        for index, scores in zip(order, backend.score(batch, model="reference", output="log_probs"), strict=True):
             samples[index].ref_log_probs = scores + 1.0
         metrics = backend.step(toolbox.batch(samples).for_rank(0))
         backend.save(tmp_path, extra={"step": 1})
         backend.load_checkpoint(tmp_path)
-        moved = np.abs(np.concatenate(backend.log_probs(batch)) - start).max()
-        return metrics, moved, np.abs(np.concatenate(backend.ref_log_probs(batch)) - start).max()
+        moved = np.abs(np.concatenate(backend.score(batch, model="policy", output="log_probs")) - start).max()
+        return (
+            metrics,
+            moved,
+            np.abs(np.concatenate(backend.score(batch, model="reference", output="log_probs")) - start).max(),
+        )
 
     metrics, moved, drift = ranks(body, 2 if parallel else 1)[0]
     assert metrics["train/kl"] == pytest.approx(0.5, rel=1e-4), "k2 of a difference of 1"
@@ -309,7 +313,7 @@ def test_no_reference_is_kept_when_nothing_needs_it(ranks, toolbox, model_dir):
     from miles.train.errors import TrainError
 
     def act(backend):
-        backend.ref_log_probs(toolbox.batch(toolbox.samples()).for_rank(0))
+        backend.score(toolbox.batch(toolbox.samples()).for_rank(0), model="reference", output="log_probs")
 
     with pytest.raises(TrainError, match=r"no reference model.*algo\.kl\.where"):
         ranks(one(toolbox, model_dir, act), 1)

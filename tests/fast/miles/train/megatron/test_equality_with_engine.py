@@ -53,7 +53,8 @@ def test_log_probs_equal_the_engines_bit_for_bit(family, share, layout, request,
         assert len(batch.micro_batches) > 1, "the number of rows varies"
         order = [int(index) for item in batch.micro_batches for index in item.sample_index if index >= 0]
         return [
-            (samples[index].rollout_log_probs, got) for index, got in zip(order, backend.log_probs(batch), strict=True)
+            (samples[index].rollout_log_probs, got)
+            for index, got in zip(order, backend.score(batch, model="policy", output="log_probs"), strict=True)
         ]
 
     pairs = ranks(body, 1)[0]

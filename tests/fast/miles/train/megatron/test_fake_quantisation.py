@@ -48,15 +48,19 @@ def test_every_expert_runs_the_hook_and_still_learns(ranks, toolbox, moe_dir):
     assert metrics["train/grad_norm"] > 0
 
 
+def take_off(hook):
+    """Give every wrapped module its own forward back."""
+    for module in hook.chunks[0].modules():
+        module.__dict__.pop("forward", None)
+
+
 def test_quantisation_changes_the_forward_pass(ranks, toolbox, moe_dir):
     import numpy as np
 
     def scores(backend, hook, batch):
-        from miles.quant import qat
-
-        with_hook = np.concatenate(backend.log_probs(batch))
-        qat.uninstall(hook.chunks[0])
-        return with_hook, np.concatenate(backend.log_probs(batch))
+        with_hook = np.concatenate(backend.score(batch, model="policy", output="log_probs"))
+        take_off(hook)
+        return with_hook, np.concatenate(backend.score(batch, model="policy", output="log_probs"))
 
     with_hook, without = ranks(quantised(toolbox, moe_dir, scores), 1)[0]
     assert 1e-3 < np.abs(with_hook - without).max() < 5
@@ -75,12 +79,11 @@ def test_rounding_adds_no_gap_between_trainer_and_engine(ranks, toolbox, moe_dir
         from safetensors.torch import save_file
 
         from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
-        from miles.quant import qat
         from miles.quant.packed import PackedExperts
 
-        with_hook = np.concatenate(backend.log_probs(batch))
+        with_hook = np.concatenate(backend.score(batch, model="policy", output="log_probs"))
         sent = {name: tensor.detach().clone() for name, tensor in backend.state_for_sync()}
-        qat.uninstall(hook.chunks[0])
+        take_off(hook)
         found = []
         for rounding in (hook.rounding, NVFP4QDQConfig(True, error_mode=ErrorMode.MAE)):
             live = {name: tensor.clone() for name, tensor in sent.items()}
@@ -88,7 +91,9 @@ def test_rounding_adds_no_gap_between_trainer_and_engine(ranks, toolbox, moe_dir
             assert count == sum(not torch.equal(live[name], sent[name]) for name in live) == 2 * 4 * 3
             save_file(live, tmp_path / "model.safetensors")
             backend.load(tmp_path)
-            found.append(np.abs(np.concatenate(backend.log_probs(batch)) - with_hook).max())
+            found.append(
+                np.abs(np.concatenate(backend.score(batch, model="policy", output="log_probs")) - with_hook).max()
+            )
         return found
 
     options = {"use_4over6": True, "error_mode": "MSE", "error_use_fast_math": True}

@@ -47,7 +47,11 @@ def gradients(toolbox, model_dir, layout, steps=2, tokens=8192, recompute=None, 
         loop.forward_backward(backend.policy.chunks, backend._inputs(mine), backend._objective, backend.mesh)
         named = {item.name: item.grad.clone() for item in backend.policy.optimizer.masters}
         grads = dict(backend.policy.full_tensors.gather(named))
-        return grads, [backend.step(mine) for _ in range(steps)], backend.log_probs(mine)
+        return (
+            grads,
+            [backend.step(mine) for _ in range(steps)],
+            backend.score(mine, model="policy", output="log_probs"),
+        )
 
     return body
 

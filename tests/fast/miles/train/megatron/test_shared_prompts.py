@@ -29,7 +29,12 @@ def step(toolbox, model_dir, layout, share, **parallel):
         grads = dict(backend.policy.full_tensors.gather(named))
         computed = sum(item.tensors.input_ids.numel() for item in inputs)
         order = [int(index) for item in mine.micro_batches for index in item.sample_index if index >= 0]
-        return grads, backend.step(mine), dict(zip(order, backend.log_probs(mine), strict=True)), computed
+        return (
+            grads,
+            backend.step(mine),
+            dict(zip(order, backend.score(mine, model="policy", output="log_probs"), strict=True)),
+            computed,
+        )
 
     return body
 
@@ -75,6 +80,7 @@ def test_each_response_token_sees_its_prompt_and_its_past(pairs, multiple):
 
     from miles.algos.config import AlgoConfig
     from miles.algos.step_batches import prepare_steps
+    from miles.data.batch_layout import BatchLayout
     from miles.data.sample import Sample, Status
     from miles.data.schedule import ScheduleConfig
     from miles.data.tensors import to_tensors
@@ -96,7 +102,11 @@ def test_each_response_token_sees_its_prompt_and_its_past(pairs, multiple):
                 status=Status.COMPLETED,
             )
         )
-    batch = prepare_steps(samples, AlgoConfig(zero_variance="keep"), ScheduleConfig(layout="thd")).steps[0].for_rank(0)
+    batch = (
+        prepare_steps(samples, AlgoConfig(zero_variance="keep"), ScheduleConfig(layout=BatchLayout("thd")))
+        .steps[0]
+        .for_rank(0)
+    )
     [micro_batch] = batch.micro_batches
     shared = share_prompts(micro_batch, to_tensors(micro_batch), torch.device("cpu"), multiple=multiple)
     if shared is None:

@@ -60,13 +60,13 @@ def test_teacher_scores_equal_transformers_and_pull_the_policy(
             sample.reward = 0.0  # no advantage: the teacher's pull is all of the loss
         batch = toolbox.batch(samples, multiple=2).for_rank(0)
         order = [int(index) for item in batch.micro_batches for index in item.sample_index]
-        for index, scores in zip(order, backend.teacher_log_probs(batch), strict=True):
+        for index, scores in zip(order, backend.score(batch, model="teacher", output="log_probs"), strict=True):
             samples[index].teacher_log_probs = scores
         filled = toolbox.batch(samples, multiple=2).for_rank(0)
         first = backend.step(filled)
         backend.save(tmp_path, extra={"step": 1})
         backend.load_checkpoint(tmp_path)
-        again = np.concatenate(backend.teacher_log_probs(batch))
+        again = np.concatenate(backend.score(batch, model="teacher", output="log_probs"))
         return [s.teacher_log_probs for s in samples], first, again, order
 
     scores, metrics, again, order = ranks(body, 2 if parallel else 1)[0]
@@ -81,7 +81,9 @@ def test_a_teacher_that_is_not_asked_for_is_named(ranks, toolbox, model_dir):
     from miles.train.errors import TrainError
 
     def body(rank, world, port):
-        toolbox.backend(model_dir, rank, world, port).teacher_log_probs(toolbox.batch(toolbox.samples()).for_rank(0))
+        toolbox.backend(model_dir, rank, world, port).score(
+            toolbox.batch(toolbox.samples()).for_rank(0), model="teacher", output="log_probs"
+        )
 
     with pytest.raises(TrainError, match=r"no teacher model: it is kept only when algo\.opd_coef"):
         ranks(body, 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from miles_ci.fleet.model import Fleet
+from miles_ci.registry.model import Fleet
 
 SCHEMA_PATH = "docs/reference/registry.schema.json"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_ci.fleet.load import read_fleet
+from miles_ci.registry.load import read_fleet
 from tests.fast.ci.helpers.trees import REPOSITORY, TODAY
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_ci.bot.directives import Target
-from miles_ci.errors import CiError, ExitCode, UsageError
+from miles_ci.bot.directives import Target, dependency_of, directive_of
+from miles_ci.errors import CiError, ExitCode, UsageError, suggestion
 from miles_ci.run.patch import Refused, apply_all, check_patch
 from miles_ci.workflows.images import CATALOG
 from miles_ci.workflows.model import parse_yaml
@@ -38,13 +38,26 @@ class Dependency:
 
 
 def load_dependencies(root: Path) -> dict[str, Dependency]:
+    """What `docker/images.yaml` allows to be named; nothing when a repository has no such file."""
+    if not (root / CATALOG).is_file():
+        return {}
     data = parse_yaml((root / CATALOG).read_text(encoding="utf-8")).get("dependencies")
     out = {}
     for name, entry in (data or {}).items():
+        if dependency_of(directive_of(str(name))) != name:
+            raise UsageError(f"{CATALOG}: dependencies.{name}: a name is words of small letters joined by '-'")
         if not isinstance(entry, dict) or set(entry) != {"origin", "path", "install", "patches"}:
             raise UsageError(f"{CATALOG}: dependencies.{name} needs exactly origin, path, install, patches")
         out[name] = Dependency(name, entry["origin"], Path(entry["path"]), entry["install"], root / entry["patches"])
     return out
+
+
+def known_dependency(dependencies: Mapping[str, Dependency], name: str) -> Dependency:
+    """The catalogue's entry. `UsageError` names what the catalogue has."""
+    if name not in dependencies:
+        known = ", ".join(sorted(dependencies)) or "none"
+        raise UsageError(f"dependency '{name}' is not in {CATALOG}; known: {known}{suggestion(name, dependencies)}")
+    return dependencies[name]
 
 
 Run = Callable[[Sequence[str]], str]
@@ -74,14 +87,16 @@ def resolve(dependency: Dependency, target: Target, run: Run = run_command) -> s
         found[f"refs/tags/{target.ref}"] = found.pop(peeled)
     commits = set(found.values())
     if not commits:
-        raise DependencyError(f"ci-{dependency.name}-pr: {target.text} does not exist at {dependency.origin}")
+        raise DependencyError(f"{directive_of(dependency.name)}: {target.text} does not exist at {dependency.origin}")
     if len(commits) > 1:
         raise DependencyError(
-            f"ci-{dependency.name}-pr: {target.text} is both a branch and a tag at {dependency.origin}"
+            f"{directive_of(dependency.name)}: {target.text} is both a branch and a tag at {dependency.origin}"
         )
     commit = commits.pop()
     if not SHA.fullmatch(commit):
-        raise DependencyError(f"ci-{dependency.name}-pr: {dependency.origin} answered no commit for {target.text}")
+        raise DependencyError(
+            f"{directive_of(dependency.name)}: {dependency.origin} answered no commit for {target.text}"
+        )
     return commit
 
 
@@ -132,7 +147,7 @@ def perform(
             continue
         if not SHA.fullmatch(commit):
             raise UsageError(f"{name}: {commit[:60]!r} is not a commit of 40 hex digits")
-        dependency = dependencies[name]
+        dependency = known_dependency(dependencies, name)
         if verb == "checkout":
             checkout(dependency, commit, run)
             lines.append(f"{name}: at {commit}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from miles_ci.fleet.model import Fleet
+from miles_ci.registry.model import Fleet
 
 VENDOR_OF_DEVICES = {"cuda": "nvidia", "rocm": "amd"}
 # Of a device's memory some is always taken by driver and firmware; more than this share missing is a fault.

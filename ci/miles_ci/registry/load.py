@@ -10,9 +10,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from miles_ci.errors import ConfigErrors, Diagnostic, UsageError, suggestion
-from miles_ci.fleet import model
-from miles_ci.fleet.checks import check_references
-from miles_ci.fleet.yaml_source import Document, Keys, read_document
+from miles_ci.registry import model
+from miles_ci.registry.checks import check_references
+from miles_ci.registry.yaml_source import Document, Keys, read_document
 
 REGISTRY = "registry.yaml"
 
@@ -44,8 +44,13 @@ class Reading:
         return tuple(item for item in self.findings if item.severity == "error")
 
 
-def load_fleet(path: Path, *, shown_as: str | None = None, today: date | None = None) -> model.Fleet:
-    """See `Fleet.load`."""
+def load_fleet(path: Path | str, *, shown_as: str | None = None, today: date | None = None) -> model.Fleet:
+    """Read and check a registry file.
+
+    Raises `ConfigErrors` with every error, each with its place; warnings are dropped here (lint shows them).
+    `shown_as` is the path in messages, by default the file's name.
+    """
+    path = Path(path)
     try:
         source = path.read_bytes()
     except OSError as error:

@@ -6,15 +6,25 @@ commit that needs a new one fails here with what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_ci.bot.dependencies import Dependency, resolve
-from miles_ci.bot.directives import Directives, Errors, parse_directives, parse_target, precedence
+from miles_ci.bot.dependency_checkouts import Dependency, known_dependency, resolve
+from miles_ci.bot.directives import (
+    IMAGE_TAG,
+    Directives,
+    Errors,
+    dependency_of,
+    directive_of,
+    parse_directives,
+    parse_target,
+    precedence,
+)
 from miles_ci.bot.oci import Registry
 from miles_ci.errors import UsageError
-from miles_ci.fleet import Fleet
+from miles_ci.registry import Fleet
 from miles_ci.workflows import images
 from miles_ci.workflows.model import parse_yaml
 
@@ -23,27 +33,28 @@ RELEASE_LOCK = Path("docker/release.lock.yaml")
 
 @dataclass(frozen=True)
 class Resolved:
-    """`commits` directive name -> commit; `source` directive name -> where it came from."""
+    """`commits` dependency -> commit; `source` directive -> where it came from; `known` every dependency there is."""
 
     commits: Mapping[str, str]
     image_reference: str
     image_key: str
     image_build: bool
     source: Mapping[str, str]
+    known: Sequence[str] = ()
 
     def outputs(self) -> dict[str, str]:
         return {
+            "dependency_commits": json.dumps(dict(self.commits), sort_keys=True),
             "image_build": "true" if self.image_build else "false",
             "image_key": self.image_key,
             "image_reference": self.image_reference,
-            "megatron_sha": self.commits.get("ci-megatron-pr", ""),
-            "sglang_sha": self.commits.get("ci-sglang-pr", ""),
         }
 
     def summary(self) -> str:
         rows = [
-            f"| {name} | {self.commits.get(name) or 'the image’s copy'} | {self.source.get(name, 'image default')} |"
-            for name in ("ci-sglang-pr", "ci-megatron-pr")
+            f"| {name} | {self.commits.get(name) or 'the image’s copy'} "
+            f"| {self.source.get(directive_of(name), 'image default')} |"
+            for name in self.known
         ]
         lines = ["### Dependencies", "", "| dependency | commit | from |", "|---|---|---|", *rows]
         return (
@@ -57,11 +68,10 @@ def resolve_commits(
 ) -> dict[str, str]:
     """Directive name -> commit (or image tag) for what a description names."""
     out = {}
-    for name, target in (("sglang", directives.sglang), ("megatron", directives.megatron)):
-        if target is not None:
-            out[f"ci-{name}-pr"] = ask(dependencies[name], target)
+    for name, target in directives.targets.items():
+        out[directive_of(name)] = ask(known_dependency(dependencies, name), target)
     if directives.image_tag is not None:
-        out["ci-image-tag"] = directives.image_tag
+        out[IMAGE_TAG] = directives.image_tag
     return out
 
 
@@ -95,17 +105,19 @@ def resolve_run(
         raise UsageError("pull request description: " + "; ".join(parsed.messages))
     chosen = precedence(dispatch=dispatch, body=parsed, release=release_lock(root, cadence))
     commits: dict[str, str] = {}
-    for name in ("sglang", "megatron"):
-        key = f"ci-{name}-pr"
-        if key in chosen:
-            target = parse_target(chosen[key][0])
-            if isinstance(target, str):
-                raise UsageError(f"{key} ({chosen[key][1]}): {target}")
-            commits[key] = ask(dependencies[name], target)
+    for key, (value, where) in chosen.items():
+        if key == IMAGE_TAG:
+            continue
+        name, target = dependency_of(key), parse_target(value)
+        if name is None:
+            raise UsageError(f"{key} ({where}) is not a directive; known: ci-DEPENDENCY-pr, {IMAGE_TAG}")
+        if isinstance(target, str):
+            raise UsageError(f"{key} ({where}): {target}")
+        commits[name] = ask(known_dependency(dependencies, name), target)
     source = {name: where for name, (_, where) in chosen.items()}
     made = images.recipe(fleet, root, image)
-    if "ci-image-tag" in chosen:
-        return Resolved(commits, f"{made.repository}:{chosen['ci-image-tag'][0]}", "", False, source)
+    if IMAGE_TAG in chosen:
+        return Resolved(commits, f"{made.repository}:{chosen[IMAGE_TAG][0]}", "", False, source, sorted(dependencies))
     base = registry.digest(made.base)
     if base is None:
         raise UsageError(f"base image {made.base} does not exist")
@@ -117,4 +129,4 @@ def resolve_run(
             f"this change needs a new image ({reference}), and a fork cannot push one: "
             "a maintainer pushes the branch to this repository, or names an existing image with ci-image-tag"
         )
-    return Resolved(commits, reference, key, build, source)
+    return Resolved(commits, reference, key, build, source, sorted(dependencies))

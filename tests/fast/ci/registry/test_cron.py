@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_ci.fleet.cron import cron_problem
+from miles_ci.registry.cron import cron_problem
 
 
 @pytest.mark.parametrize(

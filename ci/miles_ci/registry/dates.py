@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date
 
 from miles_ci.errors import UsageError
-from miles_ci.fleet.yaml_source import Document, Keys
+from miles_ci.registry.yaml_source import Document, Keys
 
 MAX_DAYS_AHEAD = 90
 GRACE_DAYS = 14

@@ -1,16 +1,17 @@
 """The typed model of `registry.yaml`: what machines exist and when they are used.
 
 Structure and ranges stand here, and become the JSON Schema; rules across entries (a pool names a known
-hardware, gates form no cycle, …) stand in `miles_ci.fleet.checks`. All instances are frozen and closed.
-Use `Fleet.load`; durations are seconds, memory is GiB per device, times of day are UTC.
+hardware, gates form no cycle, …) stand in `miles_ci.registry.checks`. All instances are frozen and closed.
+Use `load_fleet`; durations are seconds, memory is GiB per device, times of day are UTC.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from miles_ci import __version__
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 # Control characters, and those that are not seen but change how a line reads (direction, joiners, separators).
@@ -23,6 +24,13 @@ Reason = Annotated[str, StringConstraints(pattern=rf"^[^{_UNSEEN}]{{15,500}}$")]
 Issue = Annotated[str, StringConstraints(pattern=r"^(#[1-9][0-9]{0,8}|https://[^\s]{4,500})$")]
 IsoDate = Annotated[str, StringConstraints(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])$")]
 Cron = Annotated[str, StringConstraints(pattern=r"^[0-9*,/-]+( [0-9*,/-]+){4}$")]
+# Reaches scripts of workflows: nothing in it may mean anything to a shell.
+Harness = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^(\./[A-Za-z0-9_][A-Za-z0-9_-]*(/[A-Za-z0-9_][A-Za-z0-9_-]*)*|[a-z][a-z-]*(\[[a-z]+(,[a-z]+)*\])?==[0-9][0-9a-z.]*)$"
+    ),
+]
 Seconds = Annotated[int, Field(ge=1, le=604_800)]
 
 Vendor = Literal["cpu", "nvidia", "amd"]
@@ -194,6 +202,10 @@ class Fleet(Entry):
     """The whole registry."""
 
     version: int = Field(ge=1, le=1)
+    harness: Harness = Field(
+        f"miles-ci=={__version__}",
+        description="where generated workflows take the harness from: ./FOLDER of this repository, or NAME==VERSION",
+    )
     hardware: dict[Name, Hardware] = Field(min_length=1)
     pools: dict[Name, Pool] = {}
     suites: dict[Name, Suite] = Field(min_length=1)
@@ -203,17 +215,6 @@ class Fleet(Entry):
     images: dict[Name, Image] = {}
     retry: dict[Name, RetryRule] = {}
     notify: dict[Name, Notification] = {}
-
-    @classmethod
-    def load(cls, path: Path | str, *, shown_as: str | None = None) -> Fleet:
-        """Read and check a registry file.
-
-        Raises `miles_ci.errors.ConfigErrors` with every error, each with its place; warnings are dropped here
-        (lint shows them). `shown_as` is the path in messages, by default the file's name.
-        """
-        from miles_ci.fleet.load import load_fleet
-
-        return load_fleet(Path(path), shown_as=shown_as)
 
     def models_of(self, name: str) -> tuple[str, ...]:
         """Hardware models that a model or architecture name stands for; empty when unknown."""

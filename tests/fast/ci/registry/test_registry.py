@@ -7,9 +7,9 @@ from datetime import date
 import pytest
 
 from miles_ci.errors import ConfigErrors, UsageError
-from miles_ci.fleet import Fleet
-from miles_ci.fleet.load import read_fleet
-from miles_ci.fleet.schema import SCHEMA_PATH, schema_findings, schema_text
+from miles_ci.registry import load_fleet
+from miles_ci.registry.load import read_fleet
+from miles_ci.registry.schema import SCHEMA_PATH, schema_findings, schema_text
 from tests.fast.ci.helpers.trees import REPOSITORY, TODAY
 
 SOURCE = (REPOSITORY / "registry.yaml").read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ def findings(text: str | bytes, *, today: date = TODAY):
 
 def test_the_shipped_registry_has_no_findings_and_the_fleet_of_the_documentation() -> None:
     assert findings(SOURCE) == ()
-    fleet = Fleet.load(REPOSITORY / "registry.yaml")
+    fleet = load_fleet(REPOSITORY / "registry.yaml")
     assert list(fleet.hardware) == ["cpu", "h100", "h200", "b200", "mi300x", "mi355x"]
     assert [fleet.hardware[name].memory_gib for name in fleet.hardware] == [0, 79, 139, 178, 191, 287]
     assert list(fleet.suites) == [
@@ -68,7 +68,7 @@ def test_machines_of_other_projects_are_described_by_the_same_model() -> None:
 
 
 def test_architectures_and_models_name_hardware() -> None:
-    fleet = Fleet.load(REPOSITORY / "registry.yaml")
+    fleet = load_fleet(REPOSITORY / "registry.yaml")
     assert fleet.models_of("hopper") == ("h100", "h200")
     assert fleet.models_of("h100") == ("h100",)
     assert fleet.models_of("volta") == ()
@@ -305,9 +305,9 @@ def test_a_passed_date_warns_then_fails_lint_but_never_stops_planning(
 def test_load_raises_all_errors_and_names_a_missing_file(tmp_path) -> None:
     path = tmp_path / "registry.yaml"
     with pytest.raises(UsageError, match="registry cannot be read"):
-        Fleet.load(path)
+        load_fleet(path)
     path.write_text(edited(("tier: a", "tier: d"), ("count: 8", "count: -1")))
     with pytest.raises(ConfigErrors) as caught:
-        Fleet.load(path)
+        load_fleet(path)
     assert len(caught.value.diagnostics) == 2
     assert caught.value.exit_code == 2

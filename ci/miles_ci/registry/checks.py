@@ -12,12 +12,12 @@ from datetime import date
 from typing import Any
 
 from miles_ci.errors import suggestion
-from miles_ci.fleet.cron import cron_problem
-from miles_ci.fleet.dates import check_until
-from miles_ci.fleet.list_checks import check_globs, check_repetitions
-from miles_ci.fleet.model import ARCH_VENDOR, VENDOR_OF_BACKEND
-from miles_ci.fleet.patterns import slow_pattern
-from miles_ci.fleet.yaml_source import Document, Keys
+from miles_ci.registry.cron import cron_problem
+from miles_ci.registry.dates import check_until
+from miles_ci.registry.list_checks import check_globs, check_repetitions
+from miles_ci.registry.model import ARCH_VENDOR, VENDOR_OF_BACKEND
+from miles_ci.registry.patterns import slow_pattern
+from miles_ci.registry.yaml_source import Document, Keys
 
 FIRST_SUITE = "stage-a-cpu"
 

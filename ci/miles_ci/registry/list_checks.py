@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_ci.fleet.patterns import glob_fault
-from miles_ci.fleet.yaml_source import Document, Keys
+from miles_ci.registry.patterns import glob_fault
+from miles_ci.registry.yaml_source import Document, Keys
 
 
 def check_globs(document: Document, entries: dict[str, dict[str, Any]]) -> None:

@@ -1,6 +1,0 @@
-"""The fleet: `registry.yaml` as a typed, checked model. Importing this package imports pydantic."""
-
-from miles_ci.fleet.model import CPU_WORKERS, Cadence, Fleet, Hardware, Pool, Suite
-from miles_ci.fleet.schema import fleet_json_schema
-
-__all__ = ["CPU_WORKERS", "Cadence", "Fleet", "Hardware", "Pool", "Suite", "fleet_json_schema"]
