@@ -21,6 +21,7 @@ from miles.orchestrate.placement import Placement
 from miles.orchestrate.reservation import Reservation
 from miles.orchestrate.run_folder import RunFolder
 from miles.recipe import Recipe
+from miles.rollout.access import new_token
 from miles.rollout.errors import EngineHttpError, EngineUnreachable
 from miles.sync.errors import EngineSyncError, NoEngineLeft
 
@@ -42,6 +43,8 @@ class ActorGroup:
     engine_urls: list[str] = field(default_factory=list)
     resumed: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    # What the engines of this life of the run want of their clients.
+    token: str = field(default_factory=new_token, repr=False)
 
     async def on_all_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call every trainer rank with the same arguments; results by rank."""
@@ -106,13 +109,16 @@ async def running_actors(
     """Start engines and trainer ranks side by side, load or resume, connect the weight sync; stop them at the end."""
     recipe, model_dir, run = _with_whole_paths(recipe), model_dir.absolute(), RunFolder(folder.path.absolute())
     async with _reserved(recipe, placement, run.path, model_dir) as reservation:
+        token = new_token()
         engines = [
             reservation.actor(EngineActor, device).remote(
-                recipe, model_dir, index, device, placement.engine_host(index, recipe.engine.host), run.logs
+                recipe, model_dir, index, device, placement.engine_host(index, recipe.engine.host), run.logs, token
             )
             for index, device in enumerate(placement.engine_devices)
         ]
-        actors = ActorGroup(recipe.run.timeout_s, _trainers(reservation, recipe, placement, model_dir), engines)
+        actors = ActorGroup(
+            recipe.run.timeout_s, _trainers(reservation, recipe, placement, model_dir), engines, token=token
+        )
         try:
             with saying_how_to_resume():
                 async with watching_nodes(placement):
@@ -174,7 +180,7 @@ async def _start(actors: ActorGroup, placement: Placement, checkpoints: Path) ->
     actors.resumed, actors.notes = states[0]["extra"], states[0]["notes"]
     actors.engine_urls = [engine["url"] for engine in engines]
     # A new id for every life of a run: engines left over from an earlier one cannot pass for current.
-    await actors.on_all_workers("connect", actors.engine_urls, uuid.uuid4().hex)
+    await actors.on_all_workers("connect", actors.engine_urls, uuid.uuid4().hex, actors.token)
 
 
 async def _stop(actors: ActorGroup) -> None:

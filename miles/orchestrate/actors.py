@@ -103,13 +103,13 @@ class TrainWorker:
         )
         self._backend.init()
 
-    def connect(self, engine_urls: Sequence[str], run_id: str) -> None:
+    def connect(self, engine_urls: Sequence[str], run_id: str, token: str) -> None:
         """Open the weight sync to the engines; a no-op on ranks that do not send."""
         from miles.sync.session import WeightPusher
 
         if self._backend.parallel_layout.is_sync_rank:
             rounding = self._hook.rounding
-            self._pusher = WeightPusher(engine_urls, self._recipe.sync, run_id=run_id, nvfp4=rounding)
+            self._pusher = WeightPusher(engine_urls, self._recipe.sync, run_id=run_id, token=token, nvfp4=rounding)
         # What start-up made lives to the end: collections during the steps need not walk over it.
         gc.collect()
         gc.freeze()
@@ -183,7 +183,9 @@ class TrainWorker:
 class EngineActor:
     """Owns one rollout engine process on its host."""
 
-    def __init__(self, recipe: Recipe, model_dir: Path, index: int, device: Device, host: str, logs: Path) -> None:
+    def __init__(
+        self, recipe: Recipe, model_dir: Path, index: int, device: Device, host: str, logs: Path, token: str
+    ) -> None:
         from miles.orchestrate.backends import start_engine
 
         self._config = recipe.engine
@@ -192,7 +194,7 @@ class EngineActor:
         self._failure: Exception | None = None
         try:
             self._config = recipe.engine.model_copy(update={"device": torch_device(device), "host": host})
-            self._starting = start_engine(self._config, model_dir, log_path=logs / f"engine-{index}.log")
+            self._starting = start_engine(self._config, model_dir, log_path=logs / f"engine-{index}.log", token=token)
         except Exception as error:
             # Ray reports what a constructor raises as a dead actor, without the error's class: `ready` raises it.
             self._failure = error

@@ -63,7 +63,7 @@ def open_rollout(recipe: Recipe, engine: Engine, prompts: PromptSource, tokenize
     return kind(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed)
 
 
-def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path) -> StartingEngine:
+def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path, token: str) -> StartingEngine:
     """Spawn one engine process; `wait_ready` on the result gives its address."""
     if config.engine != "embedded":
         raise ConfigError(
@@ -71,4 +71,4 @@ def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path) -> St
         )
     from miles.rollout.engines.embedded.launch import start
 
-    return start(config, model_dir, log_path=log_path)
+    return start(config, model_dir, log_path=log_path, token=token)

@@ -36,6 +36,7 @@ from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.orchestrate.schedule import schedule_config
 from miles.recipe import Recipe, digest
+from miles.recipe.dtype_rules import measured_gap
 from miles.rollout.engine import Engine
 from miles.rollout.pool import EnginePool
 from miles.rollout.protocol import Rollout
@@ -101,6 +102,7 @@ class _Session:
             prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
             engines = EnginePool(
                 actors.engine_urls,
+                token=actors.token,
                 timeout_s=recipe.rollout.request_timeout_s,
                 version_wait_s=recipe.run.timeout_s,
             )
@@ -159,6 +161,8 @@ class _Session:
             stack.callback(events.close)
 
         def record(row: Row) -> None:
+            if (gap := measured_gap(self.recipe, row, rows)) is not None:
+                self.progress.warn(gap)
             rows.append(row)
             log.append(row)
             if events is not None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig
+from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, ValueConfig
 from miles.algos.metrics import MetricSums
 from miles.algos.objective import NonFiniteError, step_objective, value_objective
 from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
@@ -287,11 +287,12 @@ def test_an_empty_slice_gives_a_loss_in_the_graph():
 
 def test_the_critic_s_objective_is_weighted_like_the_policy_s(make_samples):
     samples = make_samples(6)
-    config = AlgoConfig(advantage="gae")
+    # The critic's own bound, not the policy's.
+    config = AlgoConfig(advantage="gae", eps_clip=0.2, value=ValueConfig(eps_clip=0.3))
     batch = batches(samples, config)[0]
     values = torch.randn(len(batch.target_ids), requires_grad=True)
     loss, sums = value_objective(values, batch, config)
-    clipped = torch.clamp(values, batch.values - 0.2, batch.values + 0.2)
+    clipped = torch.clamp(values, batch.values - 0.3, batch.values + 0.3)
     per_token = 0.5 * torch.maximum((values - batch.returns) ** 2, (clipped - batch.returns) ** 2)
     torch.testing.assert_close(loss, (per_token * batch.weights).sum())
     assert sums.finish() == {"train/value_loss": pytest.approx(loss.item())}

@@ -181,7 +181,7 @@ def test_a_sampling_mask_makes_the_support_log_probs_the_rollouts(engine_process
     from miles.rollout.engine import EngineClient
 
     async def run():
-        async with EngineClient(engine_process.url) as client:
+        async with EngineClient(engine_process.url, token=engine_process.token) as client:
             rollout = SyncRollout(config(top_p=0.8), client, FakePrompts(), Letters(), run_seed=0)
             await rollout.start(0)
             return await rollout.collect(0)
