@@ -8,7 +8,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from miles.observe.reward_report import MEAN_OVER, write_reward_report
 from miles.observe.tensorboard_events import TensorBoardEvents
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.backends import open_rollout
-from miles.orchestrate.cluster import local_cluster
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
+from miles.orchestrate.placed_cluster import placed_cluster
+from miles.orchestrate.placement import Placement
 from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.orchestrate.schedule import schedule_config
@@ -39,6 +40,7 @@ from miles.recipe.dtype_rules import measured_gap
 from miles.rollout.engine import Engine
 from miles.rollout.pool import EnginePool
 from miles.rollout.protocol import Rollout
+from miles.rollout.rewards import RewardPool, build_reward
 from miles.rollout.sync_rollout import SyncRollout
 
 
@@ -69,12 +71,17 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             return Outcome(finished["line"], finished)
         check_or_record(recipe, folder)
         model_dir = prepare_model(recipe, folder)
-        cpus = recipe.train.parallel.world_size + recipe.engine.count
         progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
         try:
+            tokenizer = Tokenizer(model_dir)
             progress.stage("starting Ray")
-            with local_cluster(cpus=cpus, gpus=recipe.placement.gpus_per_node):
-                rows, evaluation = asyncio.run(_Session(recipe, folder, model_dir, progress).run())
+            with (
+                # Worker processes of rewards start beside Ray's.
+                _started_rewards(recipe, tokenizer) as rewards,
+                placed_cluster(recipe) as placement,
+            ):
+                session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards)
+                rows, evaluation = asyncio.run(session.run())
                 # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, evaluation, started)
                 write_reward_report(rows, folder.path, name=recipe.name)
@@ -85,17 +92,38 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     return Outcome(result["line"], result)
 
 
+@contextlib.contextmanager
+def _started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool]:
+    config = recipe.rollout.reward
+    pool = RewardPool(config, build_reward(config, recipe.data), tokenizer)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
 class _Session:
     """Everything that lives while actors do."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, model_dir: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        placement: Placement,
+        folder: RunFolder,
+        model_dir: Path,
+        progress: Progress,
+        tokenizer: Tokenizer,
+        rewards: RewardPool,
+    ) -> None:
+        self.placement = placement
         self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
-        self.tokenizer = Tokenizer(model_dir)
+        self.tokenizer, self.rewards = tokenizer, rewards
 
     async def run(self) -> tuple[list[Row], dict[str, float]]:
         recipe, folder = self.recipe, self.folder
         self.progress.stage("starting trainer and engine")
-        async with running_actors(recipe, self.model_dir, folder.checkpoints, folder.logs) as actors:
+        async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
             prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
             engines = EnginePool(
                 actors.engine_urls,
@@ -103,7 +131,7 @@ class _Session:
                 timeout_s=recipe.rollout.request_timeout_s,
                 version_wait_s=recipe.run.timeout_s,
             )
-            rollout = open_rollout(recipe, engines, prompts, self.tokenizer)
+            rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
             first_step, version = self._resume(actors, rollout)
             rows = rewind(folder.metrics, first_dropped_step=first_step)
             async with contextlib.AsyncExitStack() as stack:
@@ -177,7 +205,7 @@ class _Session:
         greedy = self.recipe.rollout.model_copy(
             update={"group_size": 1, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "max_staleness": 0}
         )
-        rollout = SyncRollout(greedy, engines, prompts, self.tokenizer, run_seed=self.recipe.seed)
+        rollout = SyncRollout(greedy, engines, prompts, self.tokenizer, run_seed=self.recipe.seed, rewards=self.rewards)
         try:
             batch = await rollout.evaluate(prompts.held_out(count))
         finally:

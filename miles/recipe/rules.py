@@ -16,9 +16,6 @@ from miles.recipe import dtype_rules, idle_rules, measured, nvfp4_rules, tokeniz
 from miles.recipe.inputs import check_files, first_prompts
 from miles.recipe.schema import Recipe
 
-# Actors of one host, each a process with its own copy of torch: more than any machine has cores for.
-MOST_PROCESSES = 1024
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -154,7 +151,7 @@ def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
     del facts
     try:
-        build_reward(recipe.rollout.reward)
+        build_reward(recipe.rollout.reward, recipe.data)
     except ConfigError as error:
         message, _, fix = str(error).rpartition("; ")
         yield Finding("REWARD", "error", message, fix)
@@ -209,16 +206,20 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
 def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
-    world = recipe.train.parallel.world_size
-    if world + recipe.engine.count > MOST_PROCESSES:
+    if ":" in recipe.engine.device:
+        message = f"engine.device {recipe.engine.device} names one device, and the placement gives each engine its own"
+        yield Finding("DEVICES", "error", message, "use engine.device=cuda; CUDA_VISIBLE_DEVICES limits what is used")
+    if recipe.placement.mode == "colocated":
         message = (
-            f"train.parallel makes {world} trainer ranks (tp x pp x cp x dp) beside engine.count {recipe.engine.count}; "
-            f"one host starts at most {MOST_PROCESSES} processes"
+            "placement.mode colocated needs engines that hand their memory over, which the loop does not drive yet"
         )
-        yield Finding("DEVICES", "error", message, "lower train.parallel.dp or engine.count")
-    if recipe.train.device == "cuda" and recipe.placement.gpus_per_node < world:
-        message = f"train.device cuda needs {world} GPUs, placement.gpus_per_node is {recipe.placement.gpus_per_node}"
-        yield Finding("DEVICES", "error", message, f"set placement.gpus_per_node to at least {world}")
+        yield Finding("DEVICES", "error", message, "use placement.mode=disaggregated")
+    if recipe.placement.mode == "colocated" and recipe.rollout.max_staleness:
+        message = (
+            f"placement.mode colocated has no engines while the trainer trains, and rollout.max_staleness "
+            f"{recipe.rollout.max_staleness} has them generate meanwhile"
+        )
+        yield Finding("DEVICES", "error", message, "set rollout.max_staleness=0 or placement.mode=disaggregated")
 
 
 def _quantisation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -276,7 +277,9 @@ RULES: tuple[Rule, ...] = (
     Rule("TEACHER", "Distillation needs a teacher's scores of the policy's answers.", _teacher),
     Rule("SUPPORT", "Exact KL is a sum over the sampler's support, so there must be one.", _support),
     Rule("ROLLOUT-MODE", "Only combinations that the loop drives may start.", _rollout_mode),
-    Rule("DEVICES", "Every trainer rank on a GPU needs one, and every rank and engine is a process.", _devices),
+    Rule(
+        "DEVICES", "The placement alone gives out devices, and colocated engines stand still while training.", _devices
+    ),
     Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
     Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),

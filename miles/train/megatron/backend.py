@@ -54,6 +54,7 @@ class MegatronBackend:
         model_dir: Path,
         rank: int,
         world_size: int,
+        device: str,
         master_addr: str,
         master_port: int,
         seed: int,
@@ -62,7 +63,7 @@ class MegatronBackend:
         install: ChunkHook | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        """`install` is called with each built policy chunk; its contract goes into checkpoints and beside exports.
+        """`device`: cpu or cuda:N, whatever `train.device` says. `install` is called with each built policy chunk; its contract goes into checkpoints and beside exports.
         `listener`: rank 0's socket bound to `master_port`; without it the port must be free when `init` is called."""
         if temperature <= 0:
             raise TrainError(f"temperature is {temperature}; training needs the sampling temperature, above 0")
@@ -71,6 +72,7 @@ class MegatronBackend:
         self.model_dir = Path(model_dir)
         self.temperature = temperature
         self.seed = seed
+        self._device = device
         self._address = (rank, world_size, master_addr, master_port)
         self._install = install
         self._listener = listener
@@ -88,7 +90,7 @@ class MegatronBackend:
         rank, world_size, address, port = self._address
         torch.set_num_threads(self.config.num_threads)
         platform.quiet_import_warnings()
-        self.platform = platform.choose_platform(self.config.device, rank)
+        self.platform = platform.choose_platform(self._device)
         self.shim = (platform.apply_cpu_shim() if self.platform.is_cpu else ()) + platform.define_missing_names()
         self.mesh = mesh.join(
             self.config.parallel,

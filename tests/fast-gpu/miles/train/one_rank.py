@@ -71,6 +71,7 @@ def main(
         model_dir=Path(model),
         rank=rank,
         world_size=layout.world_size,
+        device=f"cuda:{rank}" if device == "cuda" else device,
         master_addr="127.0.0.1",
         master_port=port,
         seed=0,

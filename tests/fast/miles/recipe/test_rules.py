@@ -65,8 +65,8 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"max_new_tokens": 64}), facts()),
     ),
     "DEVICES": (
-        (recipe(train={"device": "cuda"}, placement={"gpus_per_node": 1}), facts()),
-        (recipe(train={"device": "cuda", "parallel": {"dp": 2}}, placement={"gpus_per_node": 1}), facts()),
+        (recipe(engine={"device": "cuda"}), facts()),
+        (recipe(engine={"device": "cuda:3"}), facts()),
     ),
     "TEACHER": (
         (recipe(algo={"opd_coef": 0.5, "teacher": "models/teacher"}), facts()),

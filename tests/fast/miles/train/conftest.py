@@ -239,6 +239,7 @@ def make_backend(
         model_dir=model,
         rank=rank,
         world_size=world,
+        device="cpu",
         master_addr="127.0.0.1",
         master_port=port,
         seed=0,
