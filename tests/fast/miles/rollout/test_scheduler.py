@@ -253,12 +253,16 @@ def test_a_response_that_goes_on_in_place_says_which_version_computed_its_contex
         assert output.kv_spans == [(0, len(prompt) + drawn - 1), (3, 300 - drawn)]
 
 
-def test_a_retracted_response_is_computed_again_by_one_version(local_engine):
+@pytest.mark.parametrize("first", ["in_place", "retract"])
+def test_a_retracted_response_is_computed_again_by_one_version(local_engine, first):
     engine = local_engine()
-    pending = freeze(engine, "retract")
+    pending = freeze(engine, first)
     update(engine, 3, 1.5)
+    engine.scheduler.pause("retract").result(10)
     engine.scheduler.resume().result(10)
-    assert all(output.kv_spans == [] for output in pending.outputs())
+    for output in pending.outputs():
+        assert output.kv_spans == []
+        assert [version for version, _ in output.spans] == [0, 3]
 
 
 @pytest.mark.parametrize("run_id", ["run", "another run"])
@@ -332,6 +336,20 @@ def test_memory_is_neither_released_nor_resumed_during_an_update(local_engine, t
             call(tags).result(10)
     engine.scheduler.finish_update(token)
     assert plain(engine.generate(PROMPTS, params(6))) == before
+
+
+def test_a_cache_that_is_refused_during_an_update_is_not_there_afterwards(local_engine):
+    engine = local_engine()
+    assert engine.scheduler.release_memory(["kv_cache"]).result(10)
+    token = engine.begin(1)
+    with pytest.raises(IllegalTransition):
+        engine.scheduler.resume_memory(["kv_cache"]).result(10)
+    engine.scheduler.finish_update(token)
+    pending = engine.start(PROMPTS[:1], params(2, 1))
+    time.sleep(0.05)
+    assert (pending.done, engine.scheduler.state.get().cache_held) == (False, False)
+    engine.scheduler.resume_memory(["kv_cache"]).result(10)
+    assert pending.outputs()[0].spans == [(1, 2)]
 
 
 def test_an_update_cannot_begin_while_the_weights_are_released(local_engine):
