@@ -153,7 +153,7 @@ def test_a_session_stays_with_its_worker_and_needs_its_key():
     assert without_key == 400
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(count=st.integers(2, 8), data=st.data())
 def test_removing_a_worker_moves_only_its_own_sessions(count, data):
     workers = WorkerSet(RouterConfig(policy="session"), [f"http://w{i}" for i in range(count)])
