@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from miles_ci.declare.call import read_call
 from miles_ci.declare.fields import BACKENDS, FIELDS
 from miles_ci.declare.hidden import hidden_use
-from miles_ci.declare.model import Declaration, FileScan, GateDeclaration
+from miles_ci.declare.model import Declaration, FileScan
 from miles_ci.errors import Diagnostic
+from miles_ci.metric_bound import MetricBound
 
 PARSER_VERSION = 2
 MODULE = "miles_ci.declare"
@@ -72,7 +73,7 @@ class _Reader:
         self.errors: list[Diagnostic] = []
         self.imported: set[str] = set()
         self.declarations: list[Declaration] = []
-        self.gates: list[GateDeclaration] = []
+        self.metric_bounds: list[MetricBound] = []
 
     def place(self, node: ast.AST) -> tuple[int, int]:
         """1-based line and column in characters (AST columns are UTF-8 bytes)."""
@@ -113,7 +114,7 @@ class _Reader:
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in FIELDS:
                 self.error(node, "shadowed", f"{node.name} is defined here; it must come from miles_ci.declare")
-        return FileScan(tuple(self.declarations), tuple(self.gates), tuple(sorted(set(self.errors))))
+        return FileScan(tuple(self.declarations), tuple(self.metric_bounds), tuple(sorted(set(self.errors))))
 
     def _import_from(self, node: ast.ImportFrom, enclosing: str | None) -> None:
         for alias in node.names:
@@ -161,8 +162,8 @@ class _Reader:
         if fields is None:
             return
         line, column = self.place(call)
-        if name == "register_ci_gate":
-            self.gates.append(GateDeclaration(path=self.path, line=line, column=column, **fields))
+        if name == "register_metric_bound":
+            self.metric_bounds.append(MetricBound(path=self.path, line=line, column=column, **fields))
         else:
             self.declarations.append(
                 Declaration(
@@ -187,12 +188,14 @@ class _Reader:
                     Diagnostic(self.path, declaration.line, declaration.column, "duplicate-registration", message)
                 )
         metrics: dict[str, int] = {}
-        for gate in self.gates:
-            key_text = f"{gate.metric} {gate.steps}"
-            first = metrics.setdefault(key_text, gate.line)
-            if first != gate.line:
-                message = f"second gate on '{gate.metric}' with steps {gate.steps!r} (first in line {first}); keep one"
-                self.errors.append(Diagnostic(self.path, gate.line, gate.column, "duplicate-gate", message))
+        for bound in self.metric_bounds:
+            key_text = f"{bound.metric} {bound.steps}"
+            first = metrics.setdefault(key_text, bound.line)
+            if first != bound.line:
+                message = (
+                    f"second bound on '{bound.metric}' with steps {bound.steps!r} (first in line {first}); keep one"
+                )
+                self.errors.append(Diagnostic(self.path, bound.line, bound.column, "duplicate-bound", message))
 
 
 def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str | None]]:
@@ -219,7 +222,7 @@ def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str | None]]:
 
 
 def read_source(path: str, data: bytes) -> FileScan:
-    """Declarations, gates and errors of one file. Never raises for bad content."""
+    """Declarations, metric_bounds and errors of one file. Never raises for bad content."""
     text, problem = decode(path, data)
     if problem is not None:
         return FileScan(errors=(problem,))

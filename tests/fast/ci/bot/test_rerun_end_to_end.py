@@ -20,10 +20,10 @@ import pytest
 
 from miles_ci.bot.github import Client
 from miles_ci.bot.marker import Marker, parse_marker
-from miles_ci.bot.outcome import Verdict
 from miles_ci.bot.rerun.comment import Row, final_body
 from miles_ci.bot.rerun.report import collect, report
 from miles_ci.bot.rerun.request import Request
+from miles_ci.bot.rerun.verdict import Verdict
 from miles_ci.registry import load_fleet
 from miles_ci.workflows.generate import render
 from miles_ci.workflows.model import Workflow

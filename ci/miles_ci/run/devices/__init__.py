@@ -1,0 +1,1 @@
+"""Accelerators of this host: which there are, whether they work, who uses them, and leases on them."""

@@ -1,0 +1,1 @@
+"""Test processes: one supervised pytest, what stands between it and the runner, and the plugin inside it."""
