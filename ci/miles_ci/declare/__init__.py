@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
     from miles_ci.declare.model import Scan
 
-__all__ = ["register_cpu_ci", "register_cuda_ci", "register_metric_bound", "register_rocm_ci", "scan"]
+__all__ = [
+    "model",
+    "register_cpu_ci",
+    "register_cuda_ci",
+    "register_metric_bound",
+    "register_rocm_ci",
+    "scan",
+    "syntax",
+    "tree",
+]
 
 
 def register_cpu_ci(

@@ -15,12 +15,13 @@ from miles_ci.declare.call import read_call
 from miles_ci.declare.fields import BACKENDS, FIELDS
 from miles_ci.declare.hidden import hidden_use
 from miles_ci.declare.model import Declaration, FileScan
-from miles_ci.errors import Diagnostic
+from miles_ci.errors import Diagnostic, suggestion
 from miles_ci.metric_bound import MetricBound
 
-PARSER_VERSION = 2
+PARSER_VERSION = 3
 MODULE = "miles_ci.declare"
 MARKER = b"register_"
+FORMER_NAMES = {"register_ci_gate": "register_metric_bound"}
 
 _BLOCKS: dict[type[ast.AST], str] = {
     ast.If: "`if`",
@@ -134,6 +135,10 @@ class _Reader:
                     self.imported.add(alias.name)
                 else:
                     self.imported.add(alias.name)
+            elif alias.name.startswith(MARKER.decode()):
+                former = FORMER_NAMES.get(alias.name)
+                hint = f"; it is called {former} now" if former else suggestion(alias.name, FIELDS)
+                self.error(alias, "unknown-import", f"{MODULE} has no {alias.name}{hint}")
 
     def _import_from_elsewhere(self, node: ast.ImportFrom) -> None:
         for alias in node.names:

@@ -4,3 +4,5 @@
 metric against its trusted past. Not here: who may write (the caller decides with `corridor.Writer`), estimates
 (the planner), reports.
 """
+
+__all__ = ["corridor", "errors", "flaky", "records", "store"]

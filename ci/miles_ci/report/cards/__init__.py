@@ -5,4 +5,4 @@ The Lark card leaves out what does not fit into 20 KB, totals and the run link n
 
 from miles_ci.report.cards.model import Card, JobRow, RowGroup, group_rows
 
-__all__ = ["Card", "JobRow", "RowGroup", "group_rows"]
+__all__ = ["Card", "JobRow", "RowGroup", "group_rows", "html", "lark", "model", "pr_comment", "summary"]

@@ -161,6 +161,8 @@ def test_what_is_no_literal_is_refused_and_named(source: str, named: str) -> Non
         ),
         ("from miles_ci.declare import register_cpu_ci as r\nr(3, 's')", "aliased-import", "`register_cpu_ci as r`"),
         ("from miles_ci.declare import *", "star-import", "import *"),
+        ("from miles_ci.declare import register_ci_gate", "unknown-import", "called register_metric_bound now"),
+        ("from miles_ci.declare import register_cpu", "unknown-import", "did you mean 'register_cpu_ci'?"),
         ("def f():\n    from miles_ci.declare import register_cpu_ci", "nested-import", "inside function `f`"),
         ("def register_cpu_ci(a, b):\n    pass", "shadowed", "defined here"),
         ("again = register_cpu_ci\nagain(1, 's')", "hidden-use", "read without being called"),

@@ -60,7 +60,7 @@ def test_a_unit_carries_everything_the_runner_needs(tmp_path: Path) -> None:
     )
     assert (unit.serial, unit.unstable, unit.min_memory_gib) == (True, "diverges now and then", 100.0)
     assert (unit.capabilities, unit.allow_all_skipped) == (("rdma",), "needs a licence server")
-    assert unit.metrics[0]["metric"] == "loss"
+    assert unit.metric_bounds[0].metric == "loss"
 
 
 @pytest.mark.parametrize(

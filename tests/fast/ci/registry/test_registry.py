@@ -176,6 +176,7 @@ RULES = [
     ("GPU suite with runs_on", [("pools: [h200-1gpu]", "pools: [h200-1gpu]\n    runs_on: [ubuntu-24.04]")], "gpu-suite", "names pools"),
     ("GPU suite without devices", [("    gpus: 1\n", "")], "missing-field", "at least 1"),
     ("GPU suite without pools", [("    pools: [h200-1gpu]\n", "")], "missing-field", "pools: is required"),
+    ("former key of needs", [("needs: stage-a-cpu", "gate: stage-a-cpu")], "unknown-key", "suites.stage-b-cpu.gate: the key is called `needs` now"),
     ("needed suite unknown", [("needs: stage-a-cpu", "needs: stage-a-cpus")], "unknown-suite", "did you mean 'stage-a-cpu'?"),
     ("circle of needed suites", [("    runs_on: [ubuntu-24.04]\n    target_wall_s: 420", "    runs_on: [ubuntu-24.04]\n    needs: stage-b-cpu\n    target_wall_s: 420")], "needs-cycle", "stage-a-cpu -> stage-b-cpu -> stage-a-cpu"),
     ("suite needs itself", [("needs: stage-a-cpu", "needs: stage-b-cpu")], "needs-cycle", "stage-b-cpu -> stage-b-cpu"),

@@ -267,7 +267,7 @@ def test_merge_command_writes_the_merged_file_and_exits_5_on_a_never_executed_te
     out = tmp_path / "merged.json"
     code = main(["results", "merge", "--plan", str(tmp_path / "plan.json"), "--out", str(out), str(tmp_path / "r")])
     assert code == 5
-    assert "NEVER RUN         stage-a-cpu: tests/fast/test_c.py" in capsys.readouterr().out
+    assert "NEVER RUN    stage-a-cpu: tests/fast/test_c.py" in capsys.readouterr().out
     assert json.loads(out.read_text())["never_executed"]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_ci.plan.slots import start_order
 from miles_ci.run.judge import judge, pytest_events
 from miles_ci.run.judge.judge import ProcessEvidence
 from miles_ci.run.judge.never_executed import NeverExecuted
@@ -14,7 +15,7 @@ from miles_ci.run.judge.pytest_events import JUnitCounts
 from miles_ci.run.judge.retry import RetryRow
 from miles_ci.run.process import pytest_process
 from miles_ci.run.process.supervisor_client import Ended, Leftover
-from miles_ci.run.slug import slug, start_order
+from miles_ci.run.slug import slug
 from tests.fast.ci.helpers.units import unit as made_unit
 
 PATH = "tests/fast/test_x.py"
@@ -232,16 +233,16 @@ def test_never_executed_tests_turn_a_passed_file_into_an_error_but_never_hide_a_
     seen = events(tmp_path, collected("test_a"), phase("test_a"))
     assert judged_of(seen, EXIT_0, ONE, hidden).outcome == "error"
     broken = events(tmp_path, collected("test_a"), phase("test_a", result="failed", failure=failure()))
-    assert judge(broken, EXIT_1, JUnitCounts(1, 1, 0, 0), hidden).outcome == "failed"
+    assert judged_of(broken, EXIT_1, JUnitCounts(1, 1, 0, 0), hidden).outcome == "failed"
 
 
 def test_skips_and_expected_failures_are_told_apart(tmp_path):
     skipped = events(tmp_path, collected("test_a"), phase("test_a", "setup", "skipped", reason="not here"))
-    judged = judge(skipped, EXIT_0, JUnitCounts(1, 0, 0, 1))
+    judged = judged_of(skipped, EXIT_0, JUnitCounts(1, 0, 0, 1))
     assert judged.outcome == "all_skipped"
     assert "not here" in judged.message
     expected = events(tmp_path, collected("test_a"), phase("test_a", "call", "skipped", xfail="known"))
-    assert judge(expected, EXIT_0, JUnitCounts(1, 0, 0, 1)).outcome == "passed"
+    assert judged_of(expected, EXIT_0, JUnitCounts(1, 0, 0, 1)).outcome == "passed"
 
 
 def test_event_line_cut_short_by_a_kill_is_left_out(tmp_path):
@@ -336,9 +337,9 @@ def test_results_reported_before_the_supervisor_was_lost_are_kept(tmp_path):
     lost = Ended("lost", 1.0, error="the supervisor ended without a report")
     assert judged_of(events(tmp_path, collected("test_a"), phase("test_a")), lost, None).outcome == "passed"
     bad = events(tmp_path, collected("test_a"), phase("test_a", result="failed", failure=failure()))
-    assert judge(bad, lost, None).outcome == "failed"
+    assert judged_of(bad, lost, None).outcome == "failed"
     half = events(tmp_path, collected("test_a", "test_b"), phase("test_a"))
-    assert judge(half, lost, None).outcome == "infra"
+    assert judged_of(half, lost, None).outcome == "infra"
 
 
 @pytest.mark.parametrize("text", ["[NOTRUN] too slow", "reason: [NOTRUN] too slow"])
@@ -377,7 +378,7 @@ FIRST = f"{PATH}::test_a: AssertionError: assert 1 == 2"
 
 
 def test_assertion_is_not_hidden_behind_the_hang_of_another_file(tmp_path):
-    judged = judge(one_failed_one_left(tmp_path, WAITING_OTHER), Ended("timeout", 25.0), None)
+    judged = judged_of(one_failed_one_left(tmp_path, WAITING_OTHER), Ended("timeout", 25.0), None)
     assert judged.outcome == "failed"
     assert judged.message == f"{FIRST}; 1 test(s) never had their turn, next was {PATH}::test_b"
 
@@ -400,7 +401,7 @@ def test_assertion_is_not_hidden_behind_the_hang_of_another_file(tmp_path):
     ],
 )
 def test_file_that_failed_and_then_hung_or_died_says_both(tmp_path, ended, expected):
-    judged = judge(one_failed_one_left(tmp_path, START_B), ended, None)
+    judged = judged_of(one_failed_one_left(tmp_path, START_B), ended, None)
     assert (judged.outcome, judged.message) == expected
 
 
