@@ -203,9 +203,9 @@ def test_a_never_executed_shard_fails_the_check(job: Job, checkout: Path) -> Non
     assert "never executed: " in outputs["summary"]
 
 
-def test_act_prints_which_jobs_would_run_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulation_prints_which_jobs_would_run_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
-        "act",
+        "simulate-workflow",
         "--root",
         str(ROOT),
         "--event",
@@ -225,7 +225,7 @@ def test_act_prints_which_jobs_would_run_and_why(capsys: pytest.CaptureFixture[s
     assert (
         main(
             [
-                "act",
+                "simulate-workflow",
                 "--root",
                 str(ROOT),
                 "--workflow",
