@@ -5,7 +5,7 @@ import torch
 
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfig, RejectConfig
 from miles.algos.fused import fused_objective, why_not_fused
-from miles.algos.log_probs import vocab_parallel_log_probs
+from miles.algos.log_probs import vocab_parallel_scores
 from miles.algos.objective import NonFiniteError, step_objective
 from miles.algos.step_batches import prepare_steps
 from miles.data.schedule import ScheduleConfig
@@ -42,7 +42,7 @@ def problem(make_samples, config, *, on_policy=False):
 def test_fused_equals_step_objective_in_loss_gradient_and_metrics(make_samples, name, scale, inplace):
     config = CONFIGS[name]
     logits, batch = problem(make_samples, config)
-    log_probs = vocab_parallel_log_probs(logits, batch.target_ids, vocab_size=VOCAB, temperature=0.9)
+    log_probs = vocab_parallel_scores(logits, batch.target_ids, vocab_size=VOCAB, temperature=0.9)[0]
     expected, sums = step_objective(log_probs, batch, config)
     (expected_grad,) = torch.autograd.grad(scale * expected, logits)
     leaf = logits.detach().clone().requires_grad_(True)
@@ -60,7 +60,7 @@ def test_fused_equals_step_objective_in_loss_gradient_and_metrics(make_samples, 
 def test_on_policy_needs_no_old_log_probs(make_samples):
     config = AlgoConfig()
     logits, batch = problem(make_samples, config, on_policy=True)
-    log_probs = vocab_parallel_log_probs(logits, batch.target_ids, vocab_size=VOCAB)
+    log_probs = vocab_parallel_scores(logits, batch.target_ids, vocab_size=VOCAB)[0]
     expected, _ = step_objective(log_probs, batch, config)
     (expected_grad,) = torch.autograd.grad(expected, logits)
     loss, sums = fused_objective(logits, batch, config, vocab_size=VOCAB)
