@@ -127,7 +127,7 @@ class ContextSlice:
 def localize(micro_batch: MicroBatch, layout: ContextLayout) -> ContextSlice:
     """Pad and cut a micro-batch for `layout.rank`. Token order inside `micro_batch` fields stays by sequence."""
     rows, width = micro_batch.input_ids.shape
-    if micro_batch.layout == "bshd":
+    if micro_batch.layout.kind == "bshd":
         # A row is padded on its own and every rank keeps as many rows: no trailing unit.
         unit = layout.padded([width])
         lengths, padded = [width] * rows, [sum(unit)] * rows
@@ -141,12 +141,12 @@ def localize(micro_batch: MicroBatch, layout: ContextLayout) -> ContextSlice:
     plane_ids = np.zeros(total, dtype=np.int64)
     plane_ids[to_plane] = micro_batch.input_ids.ravel()
     plane_positions = np.arange(total) - np.repeat(padded_starts, padded_sizes)
-    held = [_held(layout, padded, rank, micro_batch.layout) for rank in range(layout.size)]
+    held = [_held(layout, padded, rank, micro_batch.layout.kind) for rank in range(layout.size)]
     mine = held[layout.rank]
     local_of_plane = np.full(total, -1, dtype=np.int64)
     local_of_plane[mine] = np.arange(len(mine))
     local = local_of_plane[to_plane[micro_batch.logit_index]]
-    shape = (rows, -1) if micro_batch.layout == "bshd" else (1, -1)
+    shape = (rows, -1) if micro_batch.layout.kind == "bshd" else (1, -1)
     cut = replace(
         _select(micro_batch, np.flatnonzero(local >= 0)),
         input_ids=plane_ids[mine].reshape(shape),

@@ -82,10 +82,6 @@ def prepare_steps(
     samples: Sequence[Sample],
     config: AlgoConfig,
     schedule: ScheduleConfig,
-    *,
-    pad_id: int = 0,
-    pad_multiple: int = 1,
-    use_support: bool = False,
 ) -> PreparedSteps:
     """Count, estimate, schedule and build all optimizer steps of one rollout batch.
 
@@ -110,9 +106,6 @@ def prepare_steps(
             reduction=config.reduction,
             fixed_length=config.fixed_length,
             layout=schedule.layout,
-            pad_id=pad_id,
-            pad_multiple=pad_multiple,
-            use_support=use_support,
         )
         for step in plan.steps
     ]
@@ -120,27 +113,12 @@ def prepare_steps(
     return PreparedSteps(steps, [step.samples for step in plan.steps], counted, metrics)
 
 
-def prepare_scoring(
-    samples: Sequence[Sample],
-    schedule: ScheduleConfig,
-    *,
-    pad_id: int = 0,
-    pad_multiple: int = 1,
-    use_support: bool = False,
-) -> TrainBatch:
+def prepare_scoring(samples: Sequence[Sample], schedule: ScheduleConfig) -> TrainBatch:
     """A batch of all samples for a pass that scores tokens (old, reference or teacher log-probs, values)."""
     counted = count_rollouts(samples, needs_reward=False)
     whole = replace(schedule, global_batch_size=None)
     plan = build_dp_schedule([s.total_length for s in samples], list(range(len(samples))), whole)
-    return build_batch(
-        samples,
-        plan.steps[0],
-        counted,
-        layout=schedule.layout,
-        pad_id=pad_id,
-        pad_multiple=pad_multiple,
-        use_support=use_support,
-    )
+    return build_batch(samples, plan.steps[0], counted, layout=schedule.layout)
 
 
 def gather_scores(batch: TrainBatch, scores: Sequence[Sequence[np.ndarray]], count: int) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from miles.data.batch_layout import BatchLayout
 from miles.data.counting import Counted
 from miles.data.sample import Sample, Status
 from miles.data.sampling_mask import RolloutSamplingMask
@@ -54,12 +55,12 @@ class Denominators:
 class MicroBatch:
     """S sequences with n response tokens in all, in order of sequence, then response index.
 
-    Layout bshd: `input_ids` int64 [S, T], padded on the right. Layout thd: [1, T], documents end to end, with
+    Layout kind bshd: `input_ids` int64 [S, T], padded on the right. Layout thd: [1, T], documents end to end, with
     `document_lengths` (their sum is T; a padded tail is one last document). `logit_index` points into the
     flattened `input_ids`: the position whose logits predict that response token.
     """
 
-    layout: Literal["bshd", "thd"]
+    layout: BatchLayout
     input_ids: np.ndarray
     position_ids: np.ndarray  # int64, like input_ids; restarts at each document
     document_lengths: tuple[int, ...]
@@ -127,18 +128,14 @@ def build_batch(
     advantages: Sequence[np.ndarray] | None = None,
     returns: Sequence[np.ndarray] | None = None,
     *,
+    layout: BatchLayout = BatchLayout(),
     reduction: Reduction = "rollout_mean",
     fixed_length: int | None = None,
-    layout: Literal["bshd", "thd"] = "thd",
-    pad_id: int = 0,
-    pad_multiple: int = 1,
-    use_support: bool = False,
 ) -> TrainBatch:
     """Arrays of one step. Indices in `schedule` refer to `samples`; `counted` covers all of `samples`.
 
-    advantages, returns: float32 [R] per sample; None (a log-prob pass) becomes zeros. Rows are padded to a
-    multiple of `pad_multiple` tokens (sequence parallelism needs one). `use_support` takes the samples'
-    sampling masks along.
+    advantages, returns: float32 [R] per sample; None (a log-prob pass) becomes zeros. `layout` is the one that
+    `schedule` was made for.
     """
     members = np.asarray(schedule.samples, dtype=np.int64)
     inside = np.zeros(len(counted.rollouts), dtype=bool)
@@ -146,10 +143,8 @@ def build_batch(
     denominators = Denominators(
         int((counted.in_step & inside).sum()), int(counted.tokens[inside].sum()), reduction, fixed_length
     )
-    source = _Source(samples, counted, advantages, returns, denominators, _present(samples, members), use_support)
-    ranks = tuple(
-        tuple(_build(source, members, layout, pad_id, pad_multiple) for members in rank) for rank in schedule.ranks
-    )
+    source = _Source(samples, counted, advantages, returns, denominators, _present(samples, members), layout)
+    ranks = tuple(tuple(_build(source, members) for members in rank) for rank in schedule.ranks)
     return TrainBatch(ranks, denominators)
 
 
@@ -161,7 +156,7 @@ class _Source:
     returns: Sequence[np.ndarray] | None
     denominators: Denominators
     fields: tuple[str, ...]
-    use_support: bool
+    layout: BatchLayout
 
 
 def _present(samples: Sequence[Sample], members: np.ndarray) -> tuple[str, ...]:
@@ -178,19 +173,20 @@ def _present(samples: Sequence[Sample], members: np.ndarray) -> tuple[str, ...]:
     return tuple(present)
 
 
-def _build(source: _Source, members: Bin, layout: Literal["bshd", "thd"], pad_id: int, multiple: int) -> MicroBatch:
+def _build(source: _Source, members: Bin) -> MicroBatch:
+    layout = source.layout
     if members:
         chosen = [source.samples[i] for i in members]
         masks = [source.counted.masks[i] for i in members]
         index = np.array(members, dtype=np.int64)
     else:
-        chosen, index = [_dummy(source, pad_id)], np.array([-1], dtype=np.int64)
+        chosen, index = [_dummy(source)], np.array([-1], dtype=np.int64)
         masks = [np.zeros(1, dtype=np.uint8)]
     totals = np.array([len(s.tokens) for s in chosen], dtype=np.int64)
     prompts = np.array([s.prompt_length for s in chosen], dtype=np.int64)
     responses = totals - prompts
-    place = _place_packed if layout == "thd" else _place_padded
-    input_ids, position_ids, starts, documents, pad_from = place(chosen, totals, pad_id, multiple)
+    place = _place_packed if layout.kind == "thd" else _place_padded
+    input_ids, position_ids, starts, documents, pad_from = place(chosen, totals, layout.pad_id, layout.pad_multiple)
     sequence = np.repeat(np.arange(len(chosen)), responses)
     response_index = np.arange(len(sequence)) - np.repeat(np.cumsum(responses) - responses, responses)
     logit_index = (starts + prompts - 1)[sequence] + response_index
@@ -219,7 +215,7 @@ def _build(source: _Source, members: Bin, layout: Literal["bshd", "thd"], pad_id
         weights=weights,
         advantages=_gather(source.advantages, members, responses, "advantages", source),
         returns=None if source.returns is None else _gather(source.returns, members, responses, "returns", source),
-        support=_support(source, chosen) if source.use_support else None,
+        support=_support(source, chosen) if layout.use_support else None,
         **{name: np.concatenate([getattr(s, name) for s in chosen]) for name in source.fields},
     )
 
@@ -236,11 +232,12 @@ def _gather(
     return np.concatenate(parts).astype(np.float32, copy=False)
 
 
-def _dummy(source: _Source, pad_id: int) -> Sample:
+def _dummy(source: _Source) -> Sample:
     """One masked response token: keeps collectives and autograd alike on every rank."""
+    pad_id = source.layout.pad_id
     zeros: dict[str, Any] = {name: np.zeros(1, dtype=np.float32) for name in source.fields}
     sample = Sample("dummy", -1, -1, np.full(2, pad_id, dtype=np.int64), 1, status=Status.COMPLETED, **zeros)
-    if source.use_support:
+    if source.layout.use_support:
         other = next((s.sampling_mask for s in source.samples if s.sampling_mask), None)
         vocab_size = pad_id + 1 if other is None else other.vocab_size
         sample.sampling_mask = RolloutSamplingMask.singletons(sample.tokens[1:], vocab_size=vocab_size)

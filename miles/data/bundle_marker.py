@@ -11,7 +11,7 @@ from typing import Any
 from miles.config import MilesError
 from miles.config.files import write_atomic
 
-SCHEMA = 2
+SCHEMA = 3
 COMPLETE = "COMPLETE"
 AGAIN = "copy the bundle again from its source"
 _RANK = re.compile(r"rank_(\d+)\.(json|safetensors)")

@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from miles.data.batch_layout import BatchLayout
 from miles.data.packing import FlopsShape, first_fit_decreasing, karmarkar_karp, padded_decreasing, sequence_flops
-from miles.data.padding import Padding
 
 # (sample indices) of one micro-batch; empty = a dummy that only keeps the ranks' counts equal.
 Bin = tuple[int, ...]
@@ -22,24 +22,20 @@ Bin = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """Resolved from `data.*` and the mesh. `micro_batch_multiple` is the virtual-pipeline group size, `pad_multiple`
-    what sequence parallelism cuts rows into."""
+    """Resolved from `data.*` and the mesh. `layout` is that of every batch; `micro_batch_multiple` is the
+    virtual-pipeline group size."""
 
+    layout: BatchLayout = field(default_factory=BatchLayout)
     data_parallel: int = 1
-    context_parallel: int = 1
-    context_layout: Literal["zigzag", "contiguous"] = "zigzag"
-    pad_multiple: int = 1
     max_tokens_per_gpu: int = 8192
     micro_batch_multiple: int = 1
     balance: Literal["none", "tokens", "flops"] = "tokens"
-    layout: Literal["thd", "bshd"] = "thd"
     global_batch_size: int | None = None  # rollouts a step; None: all in one step
     partial_step: Literal["drop", "train"] = "drop"
     flops: FlopsShape | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("data_parallel", "context_parallel", "pad_multiple", "max_tokens_per_gpu", "micro_batch_multiple")
-        for name in sizes:
+        for name in ("data_parallel", "max_tokens_per_gpu", "micro_batch_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"schedule: {name} is {getattr(self, name)}, expected at least 1")
         if self.global_batch_size is not None and self.global_batch_size < 1:
@@ -49,13 +45,8 @@ class ScheduleConfig:
 
     @property
     def capacity(self) -> int:
-        return self.max_tokens_per_gpu * self.context_parallel
-
-    @property
-    def padding(self) -> Padding:
-        return Padding.of(
-            self.layout, cp=self.context_parallel, cp_layout=self.context_layout, multiple=self.pad_multiple
-        )
+        """Tokens of a micro-batch over all its context-parallel ranks."""
+        return self.max_tokens_per_gpu * self.layout.context_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +89,7 @@ def build_dp_schedule(
     # Ranks wait for each other at every step: the busiest ones' sum over the sum of means.
     loads = [[float(sum(costs[i] for b in rank for i in b)) for rank in step.ranks] for step in scheduled]
     mean = sum(sum(load) / len(load) for load in loads)
-    padding = config.padding
+    padding = config.layout.padding
     held = sum(padding.tokens([sizes[i] for i in b]) for step in scheduled for rank in step.ranks for b in rank)
     metrics = {
         "data/dropped_rollouts": float(dropped_rollouts),
@@ -145,8 +136,8 @@ def _heaviest(plan: list[list[list[int]]], costs: list[float]) -> float:
 
 
 def _pack(members: list[int], sizes: list[int], config: ScheduleConfig) -> list[list[int]]:
-    pack = first_fit_decreasing if config.layout == "thd" else padded_decreasing
-    lengths, capacity = config.padding.for_packing([sizes[i] for i in members], config.capacity)
+    pack = first_fit_decreasing if config.layout.kind == "thd" else padded_decreasing
+    lengths, capacity = config.layout.padding.for_packing([sizes[i] for i in members], config.capacity)
     return [sorted(members[i] for i in b) for b in pack(lengths, capacity)]
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from miles.config.files import storage_error, sync_folder, write_atomic
 from miles.data.batch import Denominators, MicroBatch, RankBatch
+from miles.data.batch_layout import BatchLayout
 from miles.data.bundle_marker import AGAIN, SCHEMA, ReplayError, read_json, seal, verify
 from miles.data.sampling_mask import RolloutSamplingMask
 
@@ -165,6 +166,8 @@ def _take_apart(micro_batch: MicroBatch) -> tuple[dict[str, Any], dict[str, np.n
             for name in _SUPPORT:
                 if getattr(value, name) is not None:
                     tensors[f"support.{name}"] = getattr(value, name)
+        elif isinstance(value, BatchLayout):
+            plain[item.name] = asdict(value)
         elif value is not None:
             plain[item.name] = list(value) if isinstance(value, tuple) else value
     return plain, tensors
@@ -182,7 +185,9 @@ def _put_together(plain: dict[str, Any], tensors: dict[str, np.ndarray]) -> Micr
         )
     values: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("support.")}
     for name, value in plain.items():
-        if name != "support_vocab_size":
+        if name == "layout":
+            values[name] = BatchLayout(**value)
+        elif name != "support_vocab_size":
             values[name] = tuple(value) if isinstance(value, list) else value
     return MicroBatch(**{"pad_from": None, **values}, support=support)
 

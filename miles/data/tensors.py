@@ -54,7 +54,7 @@ def to_tensors(micro_batch: MicroBatch, device: torch.device | str = "cpu") -> B
         return tensor.to(device, non_blocking=True)
 
     bounds = None
-    if micro_batch.layout == "thd":
+    if micro_batch.layout.kind == "thd":
         bounds = PackedBounds.from_lengths(micro_batch.document_lengths, pad_from=micro_batch.pad_from, device=device)
     required = ("input_ids", "position_ids", "logit_index", "sequence", "response_index", "target_ids")
     flat = ("weights", "advantages", "returns", *OPTIONAL_FIELDS)

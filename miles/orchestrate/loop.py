@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from miles.algos.step_batches import PreparedSteps, gather_scores, prepare_scoring, prepare_steps
-from miles.data.packing import FlopsShape
 from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig
 from miles.orchestrate.actor_group import RESUME_HINT, ActorGroup
@@ -38,13 +37,11 @@ class TrainingLoop:
     actors: ActorGroup
     rollout: Rollout
     folder: RunFolder
-    pad_id: int
+    schedule: ScheduleConfig
     record: Callable[[Row], None]
     before_checkpoint: Callable[[], None]
     version: int = 0
-    # What balancing by FLOPs needs to know of the model.
-    flops: FlopsShape | None = None
-    watch: GradientWatch | None = field(default=None)
+    watch: GradientWatch | None = None
 
     async def run(self, first_step: int) -> None:
         """Steps `first_step` to `run.steps` - 1; a checkpoint now and then and after the last."""
@@ -78,9 +75,7 @@ class TrainingLoop:
         needed = scores_needed(self.recipe)
         if not needed:
             return
-        batch = prepare_scoring(
-            samples, self.schedule(), pad_id=self.pad_id, pad_multiple=self.pad_multiple, use_support=self.use_support
-        )
+        batch = prepare_scoring(samples, self.schedule)
         for score in needed:
             arguments = [(batch.for_rank(dp_rank), score.model, score.output) for dp_rank in self.actors.dp_ranks]
             results = dict(zip(self.actors.dp_ranks, await self.actors.on_workers("score", arguments), strict=True))
@@ -89,14 +84,7 @@ class TrainingLoop:
 
     def prepare(self, samples: list[Sample]) -> PreparedSteps:
         """Advantages, and which rank trains which samples in which optimizer step."""
-        prepared = prepare_steps(
-            samples,
-            self.recipe.algo,
-            self.schedule(),
-            pad_id=self.pad_id,
-            pad_multiple=self.pad_multiple,
-            use_support=self.use_support,
-        )
+        prepared = prepare_steps(samples, self.recipe.algo, self.schedule)
         if not prepared.steps:
             raise RunError(
                 f"{len(samples)} samples made no whole optimizer step; lower data.global_batch_size, or set "
@@ -144,35 +132,6 @@ class TrainingLoop:
         if not metrics["train/step_skipped"]:
             self.recipe.quant.check_gates(row)
         return row
-
-    @property
-    def use_support(self) -> bool:
-        """Score on the sampler's support: sampling cuts the distribution, and the recipe does not say otherwise."""
-        return self.recipe.rollout.needs_sampling_mask and self.recipe.algo.support_log_probs == "auto"
-
-    @property
-    def pad_multiple(self) -> int:
-        """Sequence parallelism cuts rows over the tensor-parallel ranks."""
-        parallel = self.recipe.train.parallel
-        return parallel.tp if parallel.sp else 1
-
-    def schedule(self) -> ScheduleConfig:
-        """The data-parallel schedule's settings for this mesh."""
-        data, parallel = self.recipe.data, self.recipe.train.parallel
-        return ScheduleConfig(
-            data_parallel=parallel.dp,
-            context_parallel=parallel.cp,
-            context_layout=parallel.cp_layout,
-            pad_multiple=self.pad_multiple,
-            max_tokens_per_gpu=data.max_tokens_per_gpu,
-            # Interleaved pipelines take micro-batches in groups of the stages.
-            micro_batch_multiple=parallel.pp if parallel.vpp else 1,
-            balance=data.balance,
-            layout=data.layout,
-            partial_step=data.partial_step,
-            flops=self.flops,
-            global_batch_size=data.global_batch_size,
-        )
 
     async def save(self, step: int) -> None:
         """Checkpoint after `step` steps: rows up to here are durable before the checkpoint says so."""

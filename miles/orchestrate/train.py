@@ -33,7 +33,9 @@ from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
+from miles.orchestrate.schedule import schedule_config
 from miles.recipe import Recipe, digest
+from miles.recipe.dtype_rules import measured_gap
 from miles.rollout.engine import Engine
 from miles.rollout.pool import EnginePool
 from miles.rollout.protocol import Rollout
@@ -113,11 +115,10 @@ class _Session:
                     actors,
                     rollout,
                     folder,
-                    self.tokenizer.pad_id,
+                    schedule_config(recipe, pad_id=self.tokenizer.pad_id, flops=self._flops()),
                     record,
                     log.sync,
                     version=version,
-                    flops=self._flops(),
                     watch=GradientWatch(recipe.algo, recipe.run.no_gradient_warning_steps, self.progress.warn, rows),
                 )
                 # What start-up made lives to the end: collections during the steps need not walk over it.
@@ -156,6 +157,8 @@ class _Session:
             stack.callback(events.close)
 
         def record(row: Row) -> None:
+            if (gap := measured_gap(self.recipe, row, rows)) is not None:
+                self.progress.warn(gap)
             rows.append(row)
             log.append(row)
             if events is not None:

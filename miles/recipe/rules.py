@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
-from miles.recipe import idle_rules, measured, nvfp4_rules, tokenizer_files
+from miles.recipe import dtype_rules, idle_rules, measured, nvfp4_rules, tokenizer_files
 from miles.recipe.inputs import check_files, first_prompts
 from miles.recipe.schema import Recipe
 
@@ -226,6 +226,12 @@ def _quantisation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("NVFP4-CONTRACT", "error", message, fix)
 
 
+def _dtypes(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del facts
+    for severity, message, fix in dtype_rules.objections(recipe):
+        yield Finding("DTYPE", severity, message, fix)
+
+
 def _idle(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     for message, fix in idle_rules.objections(recipe):
@@ -259,6 +265,7 @@ RULES: tuple[Rule, ...] = (
     Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
+    Rule("DTYPE", "Trainer and engine that compute in different dtypes give one token two log-probs.", _dtypes),
     Rule("IDLE", "An option that acts nowhere in this run promises what does not happen.", _idle),
     Rule("MEASURED", "A bound on what no step reports would stop the run, at its first step or its last.", _bounds),
     Rule("VALIDATION", "A recipe without recorded numbers may be wrong in ways nobody saw.", _validation),

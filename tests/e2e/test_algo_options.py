@@ -99,3 +99,14 @@ def test_an_advantage_and_a_loss_of_ones_own_train_as_the_built_in_ones_they_rep
     assert failed.returncode == 2
     assert f"algo.loss: python:{path}:broken raised AttributeError" in failed.stderr
     assert 'own.py", line' in failed.stderr
+
+
+def test_an_engine_of_another_dtype_is_told_with_the_measured_gap(runs):
+    done = runs.run("dtypes", *SHORT, "engine.dtype=bfloat16")
+    assert done.returncode == 0, done.stderr
+    row = runs.rows("dtypes")[0]
+    assert row["mismatch/abs_diff_mean"] > 1e-5
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "[DTYPE] train.precision is fp32 but engine.dtype is bfloat16" in said
+    assert f"differ by {row['mismatch/abs_diff_mean']:.2g} on average" in said
+    assert said.count("on average and") == 1

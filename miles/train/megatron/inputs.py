@@ -87,7 +87,7 @@ def to_inputs(
         if length % multiple:
             raise TrainError(
                 f"a micro-batch row has {length} tokens, which tp={multiple} with sequence parallel does not "
-                f"divide; build the batch with pad_multiple={multiple}"
+                f"divide; build the batch with layout.pad_multiple={multiple}"
             )
         tensors = to_tensors(batch, device)
         shared = share_prompts(batch, tensors, device, multiple=multiple) if share else None

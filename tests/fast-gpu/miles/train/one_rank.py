@@ -13,6 +13,7 @@ import numpy as np
 
 from miles.algos.config import AlgoConfig
 from miles.algos.step_batches import prepare_steps
+from miles.data.batch_layout import BatchLayout
 from miles.data.sample import Sample, Status
 from miles.data.schedule import ScheduleConfig
 from miles.train.config import OptimizerConfig, ParallelConfig, TrainConfig
@@ -58,8 +59,9 @@ def main(
     )
     backend.init()
     backend.load()
-    schedule = ScheduleConfig(layout="thd", max_tokens_per_gpu=512, data_parallel=layout.dp)
-    prepared = prepare_steps(samples(), AlgoConfig(), schedule, pad_multiple=layout.tp if layout.sp else 1)
+    rows = BatchLayout("thd", pad_multiple=layout.tp if layout.sp else 1)
+    schedule = ScheduleConfig(layout=rows, max_tokens_per_gpu=512, data_parallel=layout.dp)
+    prepared = prepare_steps(samples(), AlgoConfig(), schedule)
     batch = prepared.steps[0].for_rank(backend.parallel_layout.dp_rank)
     scores = np.concatenate(backend.score(batch, model="policy", output="log_probs")).tolist()
     result = {"scores": scores, "curve": [backend.step(batch) for _ in range(2)]}

@@ -11,6 +11,7 @@ from miles.algos.context import ContextLayout, ContiguousAllGather, Zigzag, loca
 from miles.algos.exchange import exchange
 from miles.algos.objective import step_objective
 from miles.algos.step_batches import prepare_steps
+from miles.data.batch_layout import BatchLayout
 from miles.data.sample import Sample, Status
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors
@@ -19,7 +20,7 @@ VOCAB = 23
 
 
 def micro_batch_of(samples, layout):
-    config = ScheduleConfig(layout=layout, max_tokens_per_gpu=100_000)
+    config = ScheduleConfig(layout=BatchLayout(layout), max_tokens_per_gpu=100_000)
     return prepare_steps(samples, AlgoConfig(advantage="rloo"), config).steps[0].ranks[0][0]
 
 
@@ -137,7 +138,7 @@ def test_grad_equal_cp1_cp2_thd_bshd_for_every_loss(gloo_ranks, make_samples, ba
 
         out = {}
         for name, config in CONFIGS.items():
-            schedule = ScheduleConfig(layout=batch_layout, max_tokens_per_gpu=40, context_parallel=2)
+            schedule = ScheduleConfig(layout=BatchLayout(batch_layout, context_parallel=2), max_tokens_per_gpu=40)
             batch = prepare_steps(samples, config, schedule).steps[0]
             for layout in (Zigzag(2, rank), ContiguousAllGather(2, rank)):
                 mine = [localize(mb, layout).micro_batch for mb in batch.ranks[0]]

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles.algos.config import AlgoConfig, OPSMConfig
 from miles.algos.corrections import opsm_mask
@@ -77,6 +79,44 @@ def test_value_loss_by_hand():
     out = value_loss(values, torch.tensor([1.0, 0.0, 0.0]), torch.tensor([3.0, 1.0, 0.0]), ALL, eps=0.2)
     # 0.5·max((2-3)^2, (1.2-3)^2), 0.5·max((0.1-1)^2, same), 0.5·max(25, 0.04)
     torch.testing.assert_close(out.detach(), 0.5 * torch.tensor([3.24, 0.81, 25.0]))
+
+
+def clipped_value_loss(value: float, old: float, target: float, eps: float) -> tuple[float, float]:
+    """(loss, gradient) by cases, as PPO's text has it: the worse of the plain and the clipped prediction's error."""
+    nearest = old - eps if value < old - eps else old + eps if value > old + eps else value
+    plain, clipped = (value - target) ** 2, (nearest - target) ** 2
+    if clipped > plain:
+        return 0.5 * clipped, 0.0  # the bound is active, and it does not move with the value
+    return 0.5 * plain, value - target
+
+
+@settings(max_examples=300, deadline=None)
+@given(*[st.floats(-3, 3, width=32)] * 3, st.sampled_from([0.05, 0.2, 1.0]))
+def test_value_loss_and_gradient_equal_the_cases_of_the_definition(value, old, target, eps):
+    expected, slope = clipped_value_loss(value, old, target, eps)
+    v = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.bool)
+    out = value_loss(v, torch.tensor([old]).double(), torch.tensor([target]).double(), one, eps=eps)
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    assert float(out.detach()) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    errors = abs((value - target) ** 2 - 2 * expected)
+    if errors == 0.0 and value != old and abs(abs(value - old) - eps) > 1e-9:
+        assert float(grad) == pytest.approx(slope, abs=1e-9)
+    elif errors > 1e-9:
+        assert float(grad) == slope == 0.0
+
+
+def test_value_loss_reaches_every_case_and_masked_values_move_nothing():
+    cases = [(0.1, 0.0, 1.0), (2.0, 0.0, 0.0), (2.0, 0.0, 3.0), (-2.0, 0.0, -3.0), (-2.0, 0.0, 1.0)]
+    v = torch.tensor([c[0] for c in cases] + [math.nan], requires_grad=True)
+    old, target = (torch.tensor([c[i] for c in cases] + [math.nan]) for i in (1, 2))
+    mask = torch.tensor([True] * len(cases) + [False])
+    out = value_loss(v, old, target, mask, eps=0.5)
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    expected = [clipped_value_loss(*case, 0.5) for case in cases] + [(0.0, 0.0)]
+    torch.testing.assert_close(out, torch.tensor([e[0] for e in expected]))
+    torch.testing.assert_close(grad, torch.tensor([e[1] for e in expected]))
+    assert {e[1] == 0.0 for e in expected[:-1]} == {True, False}
 
 
 def test_value_loss_equals_trl_s_rule_on_random_values():

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig
+from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, ValueConfig
 from miles.algos.metrics import MetricSums
 from miles.algos.objective import NonFiniteError, step_objective, value_objective
 from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
+from miles.data.batch_layout import BatchLayout
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors
 
 
 def batches(samples, config, *, ranks=1, layout="thd", tokens=1000):
-    schedule = ScheduleConfig(data_parallel=ranks, max_tokens_per_gpu=tokens, layout=layout)
+    schedule = ScheduleConfig(data_parallel=ranks, max_tokens_per_gpu=tokens, layout=BatchLayout(layout))
     step = prepare_steps(samples, config, schedule).steps[0]
     return [to_tensors(mb) for rank in step.ranks for mb in rank]
 
@@ -274,7 +275,7 @@ def test_an_empty_slice_gives_a_loss_in_the_graph():
         Sample(f"s{i}", 0, i, np.arange(10, dtype=np.int64), 8, reward=float(i), status=Status.COMPLETED)
         for i in range(2)
     ]
-    step = prepare_steps(samples, AlgoConfig(loss="gspo"), ScheduleConfig(layout="bshd")).steps[0]
+    step = prepare_steps(samples, AlgoConfig(loss="gspo"), ScheduleConfig(layout=BatchLayout("bshd"))).steps[0]
     empty = to_tensors(localize(step.ranks[0][0], ContiguousAllGather(2, 0)).micro_batch)
     assert len(empty.target_ids) == 0
     log_probs = torch.zeros(0, requires_grad=True)
@@ -286,11 +287,12 @@ def test_an_empty_slice_gives_a_loss_in_the_graph():
 
 def test_the_critic_s_objective_is_weighted_like_the_policy_s(make_samples):
     samples = make_samples(6)
-    config = AlgoConfig(advantage="gae")
+    # The critic's own bound, not the policy's.
+    config = AlgoConfig(advantage="gae", eps_clip=0.2, value=ValueConfig(eps_clip=0.3))
     batch = batches(samples, config)[0]
     values = torch.randn(len(batch.target_ids), requires_grad=True)
     loss, sums = value_objective(values, batch, config)
-    clipped = torch.clamp(values, batch.values - 0.2, batch.values + 0.2)
+    clipped = torch.clamp(values, batch.values - 0.3, batch.values + 0.3)
     per_token = 0.5 * torch.maximum((values - batch.returns) ** 2, (clipped - batch.returns) ** 2)
     torch.testing.assert_close(loss, (per_token * batch.weights).sum())
     assert sums.finish() == {"train/value_loss": pytest.approx(loss.item())}

@@ -10,6 +10,7 @@ from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig
 from miles.algos.objective import step_objective
 from miles.algos.step_batches import prepare_steps
 from miles.config.metric_names import SIGNED
+from miles.data.batch_layout import BatchLayout
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors
 from miles.rollout.metrics import rollout_metrics
@@ -24,7 +25,7 @@ def test_only_metrics_declared_signed_are_negative(make_samples) -> None:
     seen: dict[str, list[float]] = {}
     for seed in range(12):
         samples = [replace(sample, reward=sample.reward - 1.0) for sample in make_samples(6, seed=seed)]
-        schedule = ScheduleConfig(data_parallel=1, max_tokens_per_gpu=1000, layout="thd")
+        schedule = ScheduleConfig(data_parallel=1, max_tokens_per_gpu=1000, layout=BatchLayout("thd"))
         (micro_batch,) = (mb for rank in prepare_steps(samples, config, schedule).steps[0].ranks for mb in rank)
         batch = to_tensors(micro_batch)
         torch.manual_seed(seed)

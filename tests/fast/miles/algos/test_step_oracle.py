@@ -19,6 +19,7 @@ from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfi
 from miles.algos.metrics import MetricSums
 from miles.algos.objective import step_objective
 from miles.algos.step_batches import prepare_steps
+from miles.data.batch_layout import BatchLayout
 from miles.data.sample import Sample, Status
 from miles.data.schedule import ScheduleConfig
 from miles.data.tensors import to_tensors
@@ -242,7 +243,7 @@ def test_loss_and_gradient_of_a_step_equal_the_definition(name, data):
     schedule = ScheduleConfig(
         data_parallel=data.draw(st.sampled_from([1, 2, 3])),
         max_tokens_per_gpu=data.draw(st.sampled_from([7, 14, 100])),
-        layout=data.draw(st.sampled_from(["thd", "bshd"])),
+        layout=BatchLayout(data.draw(st.sampled_from(["thd", "bshd"]))),
         balance=data.draw(st.sampled_from(["none", "tokens"])),
     )
     generator = torch.Generator().manual_seed(len(samples))

@@ -123,6 +123,27 @@ def test_exact_kl_on_the_support_equals_enumeration():
     assert torch.isfinite(grad).all()
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_exact_kl_and_its_gradient_are_of_the_distribution_at_the_sampler_s_temperature(temperature):
+    logits, _, ids, offsets, g = problem()
+    reference = torch.randn_like(logits)
+    inside = dense_mask(ids, offsets, width=VOCAB)
+    exact = logits.detach().double().requires_grad_(True)
+    p = (exact / temperature).masked_fill(~inside, -1e9).log_softmax(-1)
+    q = (reference.double() / temperature).masked_fill(~inside, -1e9).log_softmax(-1)
+    expected = (p.exp() * (p - q)).sum(-1)
+    (expected_grad,) = torch.autograd.grad((expected * g.double()).sum(), exact)
+    scores = [support_log_softmax(x, ids, offsets, temperature=temperature) for x in (logits, reference)]
+    out = support_exact(*scores, offsets)
+    (grad,) = torch.autograd.grad((out * g).sum(), logits)
+    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad, expected_grad.float(), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        support_log_softmax(logits, ids, offsets, temperature=0.0)
+    with pytest.raises(ValueError, match="support: 9 rows for 10 logit rows"):
+        support_log_softmax(logits, ids[: offsets[9]], offsets[:10])
+
+
 def test_masks_of_other_tokens_are_refused():
     logits, targets, ids, offsets, _ = problem()
     with pytest.raises(ValueError, match="support: 9 rows for 10 logit rows"):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from miles.data.batch import build_batch
+from miles.data.batch_layout import BatchLayout
 from miles.data.counting import count_rollouts
 from miles.data.sample import Status
 from miles.data.sampling_mask import RolloutSamplingMask
@@ -14,12 +15,13 @@ from miles.data.schedule import ScheduleConfig, build_dp_schedule
 from miles.data.tensors import to_tensors
 
 
-def batch_of(samples, *, layout="thd", ranks=1, **options):
+def batch_of(samples, *, layout="thd", ranks=1, reduction="rollout_mean", **options):
+    lies = BatchLayout(layout, **options)
     counted = count_rollouts(samples)
-    config = ScheduleConfig(data_parallel=ranks, layout=layout, max_tokens_per_gpu=64)
+    config = ScheduleConfig(data_parallel=ranks, layout=lies, max_tokens_per_gpu=64)
     schedule = build_dp_schedule([s.total_length for s in samples], [s.rollout_id for s in samples], config)
     advantages = [np.full(s.response_length, i + 1, dtype=np.float32) for i, s in enumerate(samples)]
-    return build_batch(samples, schedule.steps[0], counted, advantages, layout=layout, **options)
+    return build_batch(samples, schedule.steps[0], counted, advantages, layout=lies, reduction=reduction)
 
 
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
@@ -99,7 +101,7 @@ def test_a_sample_without_a_response_needs_no_sampling_mask(make_sample):
     counted = count_rollouts([masked, empty])
     for cap, rows in ((100, [2]), (4, [2, 0])):
         plan = build_dp_schedule([5, 3], range(2), ScheduleConfig(max_tokens_per_gpu=cap))
-        batch = build_batch([masked, empty], plan.steps[0], counted, use_support=True)
+        batch = build_batch([masked, empty], plan.steps[0], counted, layout=BatchLayout(use_support=True))
         assert [len(item.support) for item in batch.ranks[0]] == rows
         assert sum(item.support_counts.sum() for item in batch.ranks[0]) == 3
 

@@ -94,3 +94,14 @@ def test_reductions_by_hand():
 def test_fixed_reduction_without_its_length_is_refused():
     with pytest.raises(ValueError, match=r"algo\.fixed_length"):
         Denominators(1, 1, "fixed").weights(np.ones(1), np.ones(1))
+
+
+@pytest.mark.parametrize(("span", "equal"), [(0.0, True), (1e-8, True), (1.01e-8, False), (1e-7, False)])
+def test_rewards_are_equal_up_to_a_span_of_1e_8_and_one_rule_serves_filter_and_advantage(make_sample, span, equal):
+    from miles.algos.advantages.grpo import grpo
+
+    samples = [make_sample(reward=reward) for reward in (0.0, span)]
+    counted = count_rollouts(samples)
+    assert counted.zero_variance.tolist() == [equal]
+    out = grpo(counted.rewards, counted.group_index, counted.in_baseline, normalize_std=False)
+    assert bool(out.any()) is not equal

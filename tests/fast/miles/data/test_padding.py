@@ -7,6 +7,7 @@ import pytest
 
 from miles.algos.context import ContiguousAllGather, Zigzag, localize
 from miles.data.batch import build_batch
+from miles.data.batch_layout import BatchLayout
 from miles.data.counting import count_rollouts
 from miles.data.padding import Padding
 from miles.data.schedule import ScheduleConfig, build_dp_schedule
@@ -27,21 +28,18 @@ def test_no_rank_holds_more_than_the_cap_and_the_padding_share_is_true(make_samp
     samples = [make_sample(int(n)) for n in rng.integers(1, 30, 60)]
     lengths = [sample.total_length for sample in samples]
     config = ScheduleConfig(
-        context_parallel=cp,
-        context_layout=kind,
-        pad_multiple=multiple,
+        layout=BatchLayout(layout, pad_multiple=multiple, context_parallel=cp, context_layout=kind),
         max_tokens_per_gpu=80,
-        layout=layout,
         micro_batch_multiple=2,
     )
     plan = build_dp_schedule(lengths, range(len(samples)), config)
-    batch = build_batch(samples, plan.steps[0], count_rollouts(samples), layout=layout, pad_multiple=multiple)
+    batch = build_batch(samples, plan.steps[0], count_rollouts(samples), layout=config.layout)
     held = 0
     for micro_batch in batch.ranks[0]:
         cut = localize(micro_batch, context(cp, kind, multiple)).micro_batch
         assert cut.input_ids.size <= 80
         inside = [lengths[i] for i in micro_batch.sample_index]
-        assert config.padding.tokens(inside) == cut.input_ids.size * cp
+        assert config.layout.padding.tokens(inside) == cut.input_ids.size * cp
         held += cut.input_ids.size * cp
     assert plan.metrics["data/padding_share"] == pytest.approx(1 - sum(lengths) / held)
     assert plan.metrics["data/oversized_samples"] == 0.0
@@ -49,15 +47,15 @@ def test_no_rank_holds_more_than_the_cap_and_the_padding_share_is_true(make_samp
 
 @pytest.mark.parametrize(("length", "cp", "padding_share"), [(5, 4, 3 / 8), (9, 8, 7 / 16), (7, 2, 1 / 8)])
 def test_short_samples_on_many_context_ranks_fill_up_to_the_cap(length, cp, padding_share):
-    config = ScheduleConfig(context_parallel=cp, max_tokens_per_gpu=100)
+    config = ScheduleConfig(layout=BatchLayout(context_parallel=cp), max_tokens_per_gpu=100)
     plan = build_dp_schedule([length] * 400, range(400), config)
-    widest = max(config.padding.tokens([length] * len(members)) for members in plan.steps[0].ranks[0])
+    widest = max(config.layout.padding.tokens([length] * len(members)) for members in plan.steps[0].ranks[0])
     assert 84 * cp <= widest <= 100 * cp
     assert plan.metrics["data/padding_share"] == pytest.approx(padding_share)
 
 
 def test_a_sample_that_padding_makes_too_long_is_reported():
-    config = ScheduleConfig(context_parallel=4, max_tokens_per_gpu=5)
+    config = ScheduleConfig(layout=BatchLayout(context_parallel=4), max_tokens_per_gpu=5)
     assert build_dp_schedule([16, 17], [0, 1], config).metrics["data/oversized_samples"] == 1.0
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.data.batch_layout import BatchLayout
 from miles.data.packing import (
     AttentionLayer,
     FlopsShape,
@@ -25,13 +26,15 @@ def problems(draw):
     rollouts = [draw(st.integers(0, max(len(lengths) - 1, 0))) for _ in lengths]
     config = ScheduleConfig(
         data_parallel=draw(st.integers(1, 5)),
-        context_parallel=draw(st.integers(1, 4)),
-        context_layout=draw(st.sampled_from(["zigzag", "contiguous"])),
-        pad_multiple=draw(st.integers(1, 4)),
+        layout=BatchLayout(
+            draw(st.sampled_from(["thd", "bshd"])),
+            context_parallel=draw(st.integers(1, 4)),
+            context_layout=draw(st.sampled_from(["zigzag", "contiguous"])),
+            pad_multiple=draw(st.integers(1, 4)),
+        ),
         max_tokens_per_gpu=draw(st.integers(8, 64)),
         micro_batch_multiple=draw(st.integers(1, 3)),
         balance=draw(st.sampled_from(["none", "tokens", "flops"])),
-        layout=draw(st.sampled_from(["thd", "bshd"])),
         global_batch_size=draw(st.none() | st.integers(1, 12)),
         partial_step=draw(st.sampled_from(["drop", "train"])),
         flops=SHAPE,
@@ -62,7 +65,7 @@ def test_schedule_properties(problem):
         assert len(step.ranks[0]) % config.micro_batch_multiple == 0
         for rank in step.ranks:
             for b in rank:
-                assert config.padding.tokens([lengths[i] for i in b]) <= config.capacity or len(b) == 1
+                assert config.layout.padding.tokens([lengths[i] for i in b]) <= config.capacity or len(b) == 1
     assert schedule == build_dp_schedule(list(lengths), list(rollouts), config), "not deterministic"
 
 
@@ -134,6 +137,19 @@ def test_dropped_rollouts_are_counted():
 def test_bad_schedule_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         ScheduleConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "rows"}, "kind is 'rows', expected thd or bshd"),
+        ({"pad_multiple": 0}, "pad_multiple is 0"),
+        ({"context_parallel": 0}, "context_parallel is 0"),
+    ],
+)
+def test_bad_layouts_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        BatchLayout(**options)
 
 
 @given(st.lists(st.integers(1, 30), max_size=60), st.integers(1, 40))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from miles.data.batch import MicroBatch, build_batch
+from miles.data.batch_layout import BatchLayout
 from miles.data.bundle_marker import ReplayError, seal
 from miles.data.counting import count_rollouts
 from miles.data.sampling_mask import RolloutSamplingMask
@@ -37,7 +38,9 @@ def bundle(make_sample, write_bundle, tmp_path):
     ]
     counted = count_rollouts(samples)
     plan = build_dp_schedule([7] * 5, range(5), ScheduleConfig(data_parallel=2, max_tokens_per_gpu=14))
-    batch = build_batch(samples, plan.steps[0], counted, use_support=True, pad_multiple=4)
+    batch = build_batch(
+        samples, plan.steps[0], counted, layout=BatchLayout("thd", pad_id=1, pad_multiple=4, use_support=True)
+    )
     records = {
         rank: RankRecord(
             batch.for_rank(rank),
@@ -55,7 +58,7 @@ def bundle(make_sample, write_bundle, tmp_path):
 def test_replay_bit_equal_and_tamper_refused(bundle):
     folder, records = bundle
     loaded = load_bundle(folder)
-    assert loaded.manifest == {"schema": 2, "step": 12, "seed": 3, "weight_version": 12}
+    assert loaded.manifest == {"schema": 3, "step": 12, "seed": 3, "weight_version": 12}
     for rank, record in records.items():
         again = loaded.ranks[rank]
         assert again.results == record.results
@@ -157,7 +160,7 @@ def test_a_run_folder_names_the_later_optimizer_steps_too(bundle, write_bundle, 
     assert str(caught.value).endswith("give one of " + ", ".join(f"{tmp_path}/run/replay/{place}" for place in places))
 
 
-@pytest.mark.parametrize("text", ["[]", '{"schema": 2}', '{"schema": 2, "sha256": []}', '{"schema": 2, "sha256": {}}'])
+@pytest.mark.parametrize("text", ["[]", '{"schema": 3}', '{"schema": 3, "sha256": []}', '{"schema": 3, "sha256": {}}'])
 def test_a_marker_that_lists_no_files_is_refused(bundle, text):
     folder, _ = bundle
     (folder / "COMPLETE").write_text(text)
@@ -179,7 +182,7 @@ def test_a_bundle_of_another_schema_is_refused(bundle, monkeypatch):
     monkeypatch.setattr("miles.data.bundle_marker.SCHEMA", 9)
     seal(folder)
     monkeypatch.undo()
-    with pytest.raises(ReplayError, match="schema 9, this program reads 2"):
+    with pytest.raises(ReplayError, match="schema 9, this program reads 3"):
         load_bundle(folder)
 
 

@@ -13,6 +13,7 @@ from miles.orchestrate import loop as loop_module
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.loop import TrainingLoop, check_engines
 from miles.orchestrate.run_folder import locate
+from miles.orchestrate.schedule import schedule_config
 from miles.quant.errors import QuantError
 from miles.recipe.schema import Recipe
 
@@ -81,7 +82,7 @@ def make_loop(recipe: Make, monkeypatch: pytest.MonkeyPatch):
             FakeActorGroup(events, **(actors or {})),
             FakeRollout(events),
             locate(made, []),
-            0,
+            schedule_config(made, pad_id=0, flops=None),
             lambda row: events.append(("row", row["step"], row["weight_version"])),
             lambda: events.append(("durable",)),
             version=version,

@@ -93,6 +93,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"reward": {"kind": "regex", "options": {"pattern": "x"}}}), facts()),
         (recipe(rollout={"reward": {"kind": "regex"}}), facts()),
     ),
+    "DTYPE": (
+        (recipe(train={"precision": "bf16"}, engine={"dtype": "bfloat16"}), facts()),
+        (recipe(engine={"dtype": "bfloat16"}), facts()),
+    ),
     "IDLE": (
         (recipe(algo={"eps_clip": 0.1}, data={"global_batch_size": 64}), facts()),
         (recipe(algo={"eps_clip": 0.1}), facts()),

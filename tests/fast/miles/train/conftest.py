@@ -185,14 +185,24 @@ def make_samples(
     return samples
 
 
-def make_batch(samples: list[Any], *, dp: int = 1, layout: str = "bshd", tokens: int = 8192, multiple: int = 1) -> Any:
+def make_batch(
+    samples: list[Any],
+    *,
+    dp: int = 1,
+    layout: str = "bshd",
+    tokens: int = 8192,
+    multiple: int = 1,
+    algo: Any = None,
+) -> Any:
     """The TrainBatch of one step over all samples."""
     from miles.algos.config import AlgoConfig
     from miles.algos.step_batches import prepare_steps
+    from miles.data.batch_layout import BatchLayout
     from miles.data.schedule import ScheduleConfig
 
-    schedule = ScheduleConfig(data_parallel=dp, max_tokens_per_gpu=tokens, layout=layout)  # type: ignore[arg-type]
-    return prepare_steps(samples, AlgoConfig(), schedule, pad_multiple=multiple).steps[0]
+    rows = BatchLayout(layout, pad_multiple=multiple)  # type: ignore[arg-type]
+    schedule = ScheduleConfig(data_parallel=dp, max_tokens_per_gpu=tokens, layout=rows)
+    return prepare_steps(samples, algo or AlgoConfig(), schedule).steps[0]
 
 
 def make_backend(

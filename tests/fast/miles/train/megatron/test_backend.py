@@ -59,6 +59,94 @@ def test_a_gradient_that_is_not_finite(nonfinite, ranks, toolbox, model_dir):
     assert steps == 0
 
 
+@pytest.mark.parametrize("nonfinite", ["raise", "skip_step"])
+def test_one_token_that_is_not_finite_skips_the_step_though_its_gradient_is(nonfinite, ranks, toolbox, model_dir):
+    from miles.algos.config import AlgoConfig
+    from miles.algos.objective import NonFiniteError
+
+    def act(backend):
+        import numpy as np
+        import torch
+
+        samples = toolbox.samples(off_policy=True)
+        at = int(np.flatnonzero(samples[3].loss_mask)[0])
+        samples[3].old_log_probs[at] = np.nan
+        before = {name: tensor.clone() for name, tensor in backend.state_for_sync()}
+        metrics = backend.step(toolbox.batch(samples).for_rank(0))
+        assert all(torch.equal(before[name], tensor) for name, tensor in backend.state_for_sync())
+        return metrics, backend.policy.optimizer.steps, samples[3].sample_id
+
+    body = one(toolbox, model_dir, act, algo=AlgoConfig(nonfinite=nonfinite))
+    if nonfinite == "raise":
+        with pytest.raises(NonFiniteError, match=r"sample 's3', response index \d+: .*old log-prob nan"):
+            ranks(body, 1)
+        return
+    metrics, steps, _ = ranks(body, 1)[0]
+    assert (metrics["train/step_skipped"], metrics["train/nonfinite_tokens"], steps) == (1.0, 1.0, 0)
+    assert metrics["train/grad_norm"] < float("inf")
+    assert "train/lr" not in metrics
+
+
+@pytest.mark.parametrize("label", ["policy", "critic"])
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip_step"])
+def test_a_norm_that_is_not_finite_stops_policy_and_critic_alike(label, norm, nonfinite, ranks, toolbox, model_dir):
+    from miles.algos.config import AlgoConfig
+    from miles.train.errors import TrainError
+
+    def act(backend):
+        import numpy as np
+        import torch
+
+        samples = toolbox.samples()
+        for sample in samples:
+            sample.values = np.zeros(sample.response_length, dtype=np.float32)
+        batch = toolbox.batch(samples, algo=backend.algo).for_rank(0)
+        trained = backend.models[label]
+        gradient = trained.gradient
+        trained.gradient = lambda *arguments: (gradient(*arguments)[0], norm)
+        before = [item.weight.clone() for model in backend.models.values() for item in model.optimizer.masters]
+        metrics = backend.step(batch)
+        after = [item.weight for model in backend.models.values() for item in model.optimizer.masters]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return metrics, [model.optimizer.steps for model in backend.models.values()]
+
+    body = one(toolbox, model_dir, act, algo=AlgoConfig(advantage="gae", nonfinite=nonfinite))
+    if nonfinite == "raise":
+        with pytest.raises(TrainError, match=r"the gradient of step 0 is not finite .*algo\.nonfinite=skip_step"):
+            ranks(body, 1)
+        return
+    metrics, steps = ranks(body, 1)[0]
+    assert metrics["train/step_skipped"] == 1.0
+    assert steps == [0, 0]
+    assert "train/nonfinite_tokens" not in metrics
+
+
+def test_both_models_step_once_with_their_own_norm_and_rate(ranks, toolbox, model_dir):
+    from miles.algos.config import AlgoConfig, ValueConfig
+
+    def act(backend):
+        import numpy as np
+
+        samples = toolbox.samples()
+        for sample in samples:
+            sample.values = np.zeros(sample.response_length, dtype=np.float32)
+        given = {}
+        for label, model in backend.models.items():
+            apply = model.optimizer.apply
+            model.optimizer.apply = lambda norm, label=label, apply=apply: given.setdefault(label, (norm, apply(norm)))[
+                1
+            ]
+        metrics = backend.step(toolbox.batch(samples, algo=backend.algo).for_rank(0))
+        return metrics, given
+
+    algo = AlgoConfig(advantage="gae", value=ValueConfig(lr=0.125))
+    metrics, given = ranks(one(toolbox, model_dir, act, algo=algo), 1)[0]
+    assert given["policy"] == (metrics["train/grad_norm"], metrics["train/lr"])
+    assert given["critic"] == (metrics["train/value_grad_norm"], 0.125)
+    assert metrics["train/grad_norm"] != metrics["train/value_grad_norm"]
+
+
 def test_a_lost_rank_ends_the_step_on_the_others(ranks, toolbox, model_dir):
     def body(rank, world, port):
         from miles.train.errors import TrainError
@@ -98,11 +186,17 @@ def test_bf16_trains_on_fp32_masters(ranks, toolbox, model_dir, tmp_path):
         )
         backend.init()
         backend.load()
+        start = load_file(model_dir / "model.safetensors")
+        held = dict(backend.policy.full_masters())
+        assert held.keys() == start.keys()
+        for key, tensor in held.items():
+            assert torch.equal(tensor, start[key].bfloat16().float()), f"the master of {key} is what was loaded"
         name = "decoder.layers.0.mlp.linear_fc1.weight"
         before = backend.policy.optimizer.master_tensors()[name].clone()
         metrics = backend.step(toolbox.batch(toolbox.samples(off_policy=True)).for_rank(0))
         after = backend.policy.optimizer.master_tensors()[name]
         assert after.dtype == torch.float32
+        assert (after - before).abs().max() < 1e-4, "a step of lr 1e-5 from what was loaded"
         assert not torch.equal(before, after), "a step below bf16's resolution still counts"
         backend.export_hf(tmp_path / "out")
         exported = load_file(tmp_path / "out/model.safetensors")

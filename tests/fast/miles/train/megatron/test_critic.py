@@ -18,29 +18,29 @@ def ppo(toolbox, model_dir, algo, steps, folder=None, **parallel):
 
     def body(rank, world, port):
         from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
+        from miles.data.batch_layout import BatchLayout
         from miles.data.schedule import ScheduleConfig
 
         backend = toolbox.backend(model_dir, rank, world, port, algo=algo, **parallel)
         multiple = parallel["tp"] if parallel.get("sp") else 1
-        schedule = ScheduleConfig(layout="bshd", context_parallel=parallel.get("cp", 1))
+        rows = BatchLayout("bshd", pad_multiple=multiple, context_parallel=parallel.get("cp", 1))
+        schedule = ScheduleConfig(layout=rows)
         samples = toolbox.samples(ragged=True)
         curve = []
         for _ in range(steps):
-            scoring = prepare_scoring(samples, schedule, pad_multiple=multiple)
+            scoring = prepare_scoring(samples, schedule)
             values = gather_scores(
                 scoring, [backend.score(scoring.for_rank(0), model="critic", output="values")], len(samples)
             )
             for sample, value in zip(samples, values, strict=True):
                 sample.values = value
-            batch = prepare_steps(samples, algo, schedule, pad_multiple=multiple).steps[0]
+            batch = prepare_steps(samples, algo, schedule).steps[0]
             curve.append(backend.step(batch.for_rank(0)))
         if folder is not None:
             backend.save(folder, extra={"step": steps})
             reloaded = backend.load_checkpoint(folder)
             assert reloaded is not None
-            again = backend.score(
-                prepare_scoring(samples, schedule, pad_multiple=multiple).for_rank(0), model="critic", output="values"
-            )
+            again = backend.score(prepare_scoring(samples, schedule).for_rank(0), model="critic", output="values")
             return curve, values, again
         return curve, values
 

@@ -49,6 +49,26 @@ def test_step_equals_torch_adamw_with_clipping(decay, ranks, toolbox, model_dir)
     ranks(body, 1)
 
 
+@pytest.mark.parametrize(("norm", "scale"), [(0.1, 1.0), (0.4999, 1.0), (0.5, 1.0), (0.6, 0.5 / 0.6), (50.0, 0.01)])
+def test_clipping_scales_gradients_down_to_the_bound_and_never_up(norm, scale, ranks, toolbox, model_dir):
+    def body(rank, world, port):
+        import torch
+
+        backend = toolbox.backend(model_dir, rank, world, port)
+        optimizer = backend.policy.optimizer
+        optimizer.config = optimizer.config.model_copy(update={"clip_grad": 0.5})
+        generator = torch.Generator().manual_seed(0)
+        before = [torch.randn(item.grad.shape, generator=generator) for item in optimizer.masters]
+        for item, gradient in zip(optimizer.masters, before, strict=True):
+            item.grad.copy_(gradient)
+        optimizer.apply(norm)
+        for item, gradient in zip(optimizer.masters, before, strict=True):
+            torch.testing.assert_close(item.grad, gradient * scale, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(item.exp_avg, gradient * (scale * 0.1), rtol=1e-5, atol=1e-7)
+
+    ranks(body, 1)
+
+
 WORKER = """
 import sys
 from pathlib import Path

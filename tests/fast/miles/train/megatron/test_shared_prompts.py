@@ -80,6 +80,7 @@ def test_each_response_token_sees_its_prompt_and_its_past(pairs, multiple):
 
     from miles.algos.config import AlgoConfig
     from miles.algos.step_batches import prepare_steps
+    from miles.data.batch_layout import BatchLayout
     from miles.data.sample import Sample, Status
     from miles.data.schedule import ScheduleConfig
     from miles.data.tensors import to_tensors
@@ -101,7 +102,11 @@ def test_each_response_token_sees_its_prompt_and_its_past(pairs, multiple):
                 status=Status.COMPLETED,
             )
         )
-    batch = prepare_steps(samples, AlgoConfig(zero_variance="keep"), ScheduleConfig(layout="thd")).steps[0].for_rank(0)
+    batch = (
+        prepare_steps(samples, AlgoConfig(zero_variance="keep"), ScheduleConfig(layout=BatchLayout("thd")))
+        .steps[0]
+        .for_rank(0)
+    )
     [micro_batch] = batch.micro_batches
     shared = share_prompts(micro_batch, to_tensors(micro_batch), torch.device("cpu"), multiple=multiple)
     if shared is None:

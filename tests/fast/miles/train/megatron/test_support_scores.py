@@ -27,12 +27,13 @@ def support_scores(toolbox, model_dir, **parallel):
     def body(rank, world, port):
         from miles.algos.config import AlgoConfig
         from miles.algos.step_batches import prepare_steps
+        from miles.data.batch_layout import BatchLayout
         from miles.data.schedule import ScheduleConfig
 
         backend = toolbox.backend(model_dir, rank, world, port, **parallel)
         samples = masked_samples(toolbox)
-        schedule = ScheduleConfig(layout="thd", context_parallel=parallel.get("cp", 1))
-        batch = prepare_steps(samples, AlgoConfig(), schedule, use_support=True).steps[0].for_rank(0)
+        schedule = ScheduleConfig(layout=BatchLayout("thd", context_parallel=parallel.get("cp", 1), use_support=True))
+        batch = prepare_steps(samples, AlgoConfig(), schedule).steps[0].for_rank(0)
         order = [int(index) for item in batch.micro_batches for index in item.sample_index]
         return np.concatenate(backend.score(batch, model="policy", output="log_probs")), order, backend.step(batch)
 
@@ -77,18 +78,18 @@ def exact_kl(toolbox, model_dir, **parallel):
     def body(rank, world, port):
         from miles.algos.config import AlgoConfig, KLConfig
         from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
+        from miles.data.batch_layout import BatchLayout
         from miles.data.schedule import ScheduleConfig
 
         algo = AlgoConfig(kl=KLConfig(where="loss", estimator="support_exact", coef=1.0))
         backend = toolbox.backend(model_dir, rank, world, port, algo=algo, **parallel)
-        schedule = ScheduleConfig(
-            layout="thd", context_parallel=parallel.get("cp", 1), data_parallel=parallel.get("dp", 1)
-        )
+        rows = BatchLayout("thd", context_parallel=parallel.get("cp", 1), use_support=True)
+        schedule = ScheduleConfig(layout=rows, data_parallel=parallel.get("dp", 1))
         samples = masked_samples(toolbox)
         for sample in samples:
             sample.reward = 0.0  # no advantage: the KL is all of the loss
         # Scoring every sample on one data-parallel index keeps this body free of a gather.
-        scoring = prepare_scoring(samples, ScheduleConfig(layout="thd"), use_support=True)
+        scoring = prepare_scoring(samples, ScheduleConfig(layout=BatchLayout("thd", use_support=True)))
         scores = gather_scores(
             scoring, [backend.score(scoring.for_rank(0), model="reference", output="support")], len(samples)
         )
@@ -97,7 +98,7 @@ def exact_kl(toolbox, model_dir, **parallel):
             offsets = sample.sampling_mask.offsets
             mass = np.log(np.add.reduceat(np.exp(tilted), offsets[:-1]))
             sample.sampling_mask = sample.sampling_mask.with_ref_log_probs(tilted - np.repeat(mass, np.diff(offsets)))
-        batch = prepare_steps(samples, algo, schedule, use_support=True).steps[0]
+        batch = prepare_steps(samples, algo, schedule).steps[0]
         metrics = backend.step(batch.for_rank(backend.parallel_layout.dp_rank))
         return scores, [sample.sampling_mask.ref_log_probs for sample in samples], metrics
 
@@ -142,6 +143,7 @@ def test_samples_without_a_response_are_scored_and_not_trained(layout, cut, para
     def body(rank, world, port):
         from miles.algos.config import AlgoConfig, KLConfig
         from miles.algos.step_batches import gather_scores, prepare_scoring, prepare_steps
+        from miles.data.batch_layout import BatchLayout
         from miles.data.sample import Status
         from miles.data.schedule import ScheduleConfig
 
@@ -151,8 +153,9 @@ def test_samples_without_a_response_are_scored_and_not_trained(layout, cut, para
         for sample in samples if cut == "all" else samples[2:3]:
             sample.tokens, sample.status = sample.tokens[: sample.prompt_length], Status.TRUNCATED
             sample.loss_mask, sample.sampling_mask = sample.loss_mask[:0], None
-        schedule = ScheduleConfig(layout=layout, context_parallel=parallel.get("cp", 1), max_tokens_per_gpu=16)
-        scoring = prepare_scoring(samples, schedule, use_support=True)
+        rows = BatchLayout(layout, context_parallel=parallel.get("cp", 1), use_support=True)
+        schedule = ScheduleConfig(layout=rows, max_tokens_per_gpu=16)
+        scoring = prepare_scoring(samples, schedule)
         scores = [
             gather_scores(scoring, [backend.score(scoring.for_rank(0), model=model, output=output)], len(samples))
             for model, output in (("policy", "log_probs"), ("critic", "values"), ("reference", "support"))
@@ -162,7 +165,7 @@ def test_samples_without_a_response_are_scored_and_not_trained(layout, cut, para
             sample.values = values
             if sample.sampling_mask is not None:
                 sample.sampling_mask = sample.sampling_mask.with_ref_log_probs(reference)
-        return backend.step(prepare_steps(samples, algo, schedule, use_support=True).steps[0].for_rank(0))
+        return backend.step(prepare_steps(samples, algo, schedule).steps[0].for_rank(0))
 
     for metrics in ranks(body, math.prod(parallel.values())):
         assert metrics["train/step_skipped"] == float(cut == "all")
