@@ -52,8 +52,8 @@ test: $(DEV_READY) $(NODE_READY) ## run the CPU test suites through the harness
 
 .PHONY: test-nightly
 test-nightly: $(DEV_READY) $(NODE_READY) ## the CPU suites with what only runs at night (kill tests, long fuzzing)
-	$(BIN)/miles-ci run --suite stage-a-cpu --cadence nightly --quiet
-	$(BIN)/miles-ci run --suite stage-b-cpu --cadence nightly --quiet
+	TESTS_PROFILE=nightly $(BIN)/miles-ci run --suite stage-a-cpu --cadence nightly --quiet
+	TESTS_PROFILE=nightly $(BIN)/miles-ci run --suite stage-b-cpu --cadence nightly --quiet
 
 .PHONY: lint
 lint: $(DEV_READY) ## formatting, lint, types, layers, dead code, registry, workflows

@@ -96,7 +96,7 @@ async def main() -> None:
 
             model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
             ours, theirs = [], []
-            async with EngineClient(handle.url) as client:
+            async with EngineClient(handle.url, token=handle.token) as client:
                 for round_ in range(args.rounds + 2):
                     ours.append(await engine_round(client, args, round_))
                     theirs.append(transformers_round(model, args, round_))

@@ -191,6 +191,8 @@ class References(ast.NodeVisitor):
     def visit_MatchClass(self, node: ast.MatchClass) -> None:
         for name in node.kwd_attrs:
             self.walk.read_attribute(name)
+        if node.patterns and (target := self._resolved(node.cls)) is not None:  # positions stand for fields
+            self.walk.reach(target, whole=True)
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
@@ -198,9 +200,12 @@ class References(ast.NodeVisitor):
             return
         for module, name in CODE_IN_TEXT.findall(node.value):
             self.walk.reach(f"{module}:{name}")
-        if not re.fullmatch(r"\w+(\.\w+)+", node.value):
+        named = re.fullmatch(r"(\w+(?:\.\w+)+)(?::(\w+))?", node.value)
+        if named is None:
             return
-        self.walk.import_pattern(node.value)
+        self.walk.import_pattern(named[1])
+        if named[2] is not None:
+            self.walk.reach(node.value)
         if node.value.endswith(".py"):  # a file beside this one, started by its path
             self.walk.import_pattern(f"{self.package}.{node.value.removesuffix('.py')}")
 

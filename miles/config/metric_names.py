@@ -9,6 +9,8 @@ from __future__ import annotations
 from miles.config.names import suggestion
 
 REFUSED = "rollout/refused/"
+# Parts of a reward that is a mapping; users name them, and they may be negative.
+REWARD_PARTS = "rollout/reward/"
 
 _NEVER_NEGATIVE = {
     "rollout": (
@@ -41,12 +43,13 @@ METRICS = _names(_NEVER_NEGATIVE) | SIGNED
 
 def signed(name: str) -> bool | None:
     """Whether a metric may be negative; None for a name that no step reports. Counts of filters are not."""
-    return name in SIGNED if fault(name) is None else None
+    return name in SIGNED or name.startswith(REWARD_PARTS) if fault(name) is None else None
 
 
 def fault(name: str) -> str | None:
-    """Why no step can report `name`; None for a metric. Filters name their own below `rollout/refused/`."""
-    if name in METRICS or (name.startswith(REFUSED) and name != REFUSED):
+    """Why no step can report `name`; None for a metric. Filters and reward functions name their own below `rollout/refused/` and
+    `rollout/reward/`."""
+    if name in METRICS or any(name.startswith(users) and name != users for users in (REFUSED, REWARD_PARTS)):
         return None
     if name.startswith("eval/"):
         return "is measured once after the last step, and bounds are kept by what steps report"

@@ -79,10 +79,11 @@ def source_files(value: Any) -> list[Path]:
 
 
 @functools.cache
-def load(text: str, *, option: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+def load(text: str, *, option: str, parameters: tuple[str, ...], may_await: bool = False) -> Callable[..., Any]:
     """The function that `text` names, which must accept one positional argument for each of `parameters`.
 
-    `ConfigError` with the user's traceback when the import fails; it names `option` and what to change.
+    `ConfigError` with the user's traceback when the import fails; it names `option` and what to change. `may_await`:
+    a coroutine function is welcome.
     """
     try:
         check_form(text)
@@ -93,6 +94,8 @@ def load(text: str, *, option: str, parameters: tuple[str, ...]) -> Callable[...
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{option}: {where} has no function {name}; define it there")
+    if inspect.iscoroutinefunction(function) and not may_await:
+        raise ConfigError(f"{option}: {text} is a coroutine function; write a plain `def {name}`")
     _check_signature(function, text, name, option, parameters)
     return function
 
@@ -143,8 +146,6 @@ def _file_module(path: Path) -> ModuleType:
 def _check_signature(
     function: Callable[..., Any], text: str, name: str, option: str, parameters: Sequence[str]
 ) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{option}: {text} is a coroutine function; write a plain `def {name}`")
     try:
         inspect.signature(function).bind(*parameters)
     except TypeError as error:

@@ -16,6 +16,7 @@ from miles.config.files import storage_error
 from miles.orchestrate.actors import EngineActor, TrainWorker
 from miles.orchestrate.errors import RunError
 from miles.recipe import Recipe
+from miles.rollout.access import new_token
 from miles.rollout.errors import EngineHttpError, EngineUnreachable
 from miles.sync.errors import EngineSyncError, NoEngineLeft
 
@@ -38,6 +39,8 @@ class ActorGroup:
     engine_urls: list[str] = field(default_factory=list)
     resumed: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    # What the engines of this life of the run want of their clients.
+    token: str = field(default_factory=new_token, repr=False)
 
     async def on_all_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call every trainer rank with the same arguments; results by rank."""
@@ -100,9 +103,12 @@ async def running_actors(recipe: Recipe, model_dir: Path, checkpoints: Path, log
     """Start engines and trainer ranks side by side, load or resume, connect the weight sync; stop them at the end."""
     world, count = recipe.train.parallel.world_size, recipe.engine.count
     place = _placement(world + count)
-    engines = [place(EngineActor, world + index).remote(recipe, model_dir, index, logs) for index in range(count)]
+    token = new_token()
+    engines = [
+        place(EngineActor, world + index).remote(recipe, model_dir, index, logs, token) for index in range(count)
+    ]
     workers = [place(TrainWorker, rank).remote(recipe, model_dir, rank) for rank in range(world)]
-    actors = ActorGroup(recipe.run.timeout_s, workers, engines)
+    actors = ActorGroup(recipe.run.timeout_s, workers, engines, token=token)
     try:
         with saying_how_to_resume():
             await _start(actors, checkpoints)
@@ -150,7 +156,7 @@ async def _start(actors: ActorGroup, checkpoints: Path) -> None:
     actors.resumed, actors.notes = states[0]["extra"], states[0]["notes"]
     actors.engine_urls = [engine["url"] for engine in engines]
     # A new id for every life of a run: engines left over from an earlier one cannot pass for current.
-    await actors.on_all_workers("connect", actors.engine_urls, uuid.uuid4().hex)
+    await actors.on_all_workers("connect", actors.engine_urls, uuid.uuid4().hex, actors.token)
 
 
 async def _stop(actors: ActorGroup) -> None:

@@ -77,13 +77,13 @@ class TrainWorker:
         )
         self._backend.init()
 
-    def connect(self, engine_urls: Sequence[str], run_id: str) -> None:
+    def connect(self, engine_urls: Sequence[str], run_id: str, token: str) -> None:
         """Open the weight sync to the engines; a no-op on ranks that do not send."""
         from miles.sync.session import WeightPusher
 
         if self._backend.parallel_layout.is_sync_rank:
             rounding = self._hook.rounding
-            self._pusher = WeightPusher(engine_urls, self._recipe.sync, run_id=run_id, nvfp4=rounding)
+            self._pusher = WeightPusher(engine_urls, self._recipe.sync, run_id=run_id, token=token, nvfp4=rounding)
         # What start-up made lives to the end: collections during the steps need not walk over it.
         gc.collect()
         gc.freeze()
@@ -155,7 +155,7 @@ class TrainWorker:
 class EngineActor:
     """Owns one rollout engine process on its host."""
 
-    def __init__(self, recipe: Recipe, model_dir: Path, index: int, logs: Path) -> None:
+    def __init__(self, recipe: Recipe, model_dir: Path, index: int, logs: Path, token: str) -> None:
         from miles.orchestrate.backends import start_engine
 
         self._config = recipe.engine
@@ -163,7 +163,7 @@ class EngineActor:
         self._handle: Any = None
         self._failure: Exception | None = None
         try:
-            self._starting = start_engine(recipe.engine, model_dir, log_path=logs / f"engine-{index}.log")
+            self._starting = start_engine(recipe.engine, model_dir, log_path=logs / f"engine-{index}.log", token=token)
         except Exception as error:
             # Ray reports what a constructor raises as a dead actor, without the error's class: `ready` raises it.
             self._failure = error

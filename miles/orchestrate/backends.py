@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from miles.rollout.engine import Engine
     from miles.rollout.engines.process import StartingEngine
     from miles.rollout.protocol import Rollout
+    from miles.rollout.rewards import RewardPool
     from miles.train.megatron.backend import MegatronBackend
 
 
@@ -49,16 +50,18 @@ def build_backend(
     )
 
 
-def open_rollout(recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer) -> Rollout:
+def open_rollout(
+    recipe: Recipe, engine: Engine, prompts: PromptSource, tokenizer: Tokenizer, rewards: RewardPool
+) -> Rollout:
     """Samples on policy, or at most `rollout.max_staleness` versions old."""
     from miles.rollout.async_rollout import AsyncRollout
     from miles.rollout.sync_rollout import SyncRollout
 
     kind = AsyncRollout if recipe.rollout.max_staleness else SyncRollout
-    return kind(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed)
+    return kind(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed, rewards=rewards)
 
 
-def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path) -> StartingEngine:
+def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path, token: str) -> StartingEngine:
     """Spawn one engine process; `wait_ready` on the result gives its address."""
     if config.engine != "embedded":
         raise ConfigError(
@@ -66,4 +69,4 @@ def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path) -> St
         )
     from miles.rollout.engines.embedded.launch import start
 
-    return start(config, model_dir, log_path=log_path)
+    return start(config, model_dir, log_path=log_path, token=token)

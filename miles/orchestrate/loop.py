@@ -149,5 +149,5 @@ def check_engines(version: int, engines: dict[str, str]) -> None:
 
 
 def accuracy(samples: list[Sample]) -> float:
-    """Mean reward of evaluated samples."""
-    return float(np.mean([sample.reward for sample in samples]))
+    """Mean reward of evaluated samples; one that could not be judged is no success."""
+    return float(np.mean([sample.reward or 0.0 for sample in samples]))

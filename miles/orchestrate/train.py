@@ -8,7 +8,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from miles.recipe.dtype_rules import measured_gap
 from miles.rollout.engine import Engine
 from miles.rollout.pool import EnginePool
 from miles.rollout.protocol import Rollout
+from miles.rollout.rewards import RewardPool, build_reward
 from miles.rollout.sync_rollout import SyncRollout
 
 
@@ -72,9 +73,15 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
         cpus = recipe.train.parallel.world_size + recipe.engine.count
         progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
         try:
+            tokenizer = Tokenizer(model_dir)
             progress.stage("starting Ray")
-            with local_cluster(cpus=cpus, gpus=recipe.placement.gpus_per_node):
-                rows, evaluation = asyncio.run(_Session(recipe, folder, model_dir, progress).run())
+            with (
+                # Worker processes of rewards start beside Ray's.
+                _started_rewards(recipe, tokenizer) as rewards,
+                local_cluster(cpus=cpus, gpus=recipe.placement.gpus_per_node),
+            ):
+                session = _Session(recipe, folder, model_dir, progress, tokenizer, rewards)
+                rows, evaluation = asyncio.run(session.run())
                 # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, evaluation, started)
                 write_reward_report(rows, folder.path, name=recipe.name)
@@ -85,12 +92,31 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     return Outcome(result["line"], result)
 
 
+@contextlib.contextmanager
+def _started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool]:
+    config = recipe.rollout.reward
+    pool = RewardPool(config, build_reward(config, recipe.data), tokenizer)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
 class _Session:
     """Everything that lives while actors do."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, model_dir: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        model_dir: Path,
+        progress: Progress,
+        tokenizer: Tokenizer,
+        rewards: RewardPool,
+    ) -> None:
         self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
-        self.tokenizer = Tokenizer(model_dir)
+        self.tokenizer, self.rewards = tokenizer, rewards
 
     async def run(self) -> tuple[list[Row], dict[str, float]]:
         recipe, folder = self.recipe, self.folder
@@ -99,10 +125,11 @@ class _Session:
             prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
             engines = EnginePool(
                 actors.engine_urls,
+                token=actors.token,
                 timeout_s=recipe.rollout.request_timeout_s,
                 version_wait_s=recipe.run.timeout_s,
             )
-            rollout = open_rollout(recipe, engines, prompts, self.tokenizer)
+            rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
             first_step, version = self._resume(actors, rollout)
             rows = rewind(folder.metrics, first_dropped_step=first_step)
             async with contextlib.AsyncExitStack() as stack:
@@ -176,7 +203,7 @@ class _Session:
         greedy = self.recipe.rollout.model_copy(
             update={"group_size": 1, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "max_staleness": 0}
         )
-        rollout = SyncRollout(greedy, engines, prompts, self.tokenizer, run_seed=self.recipe.seed)
+        rollout = SyncRollout(greedy, engines, prompts, self.tokenizer, run_seed=self.recipe.seed, rewards=self.rewards)
         try:
             batch = await rollout.evaluate(prompts.held_out(count))
         finally:

@@ -85,6 +85,8 @@ def _run(convert: Callable[[], dict], target: Path) -> None:
         return
     if folders := report.get("folders_not_copied"):
         typer.echo(f"not copied, folders of the source: {', '.join(folders)}", err=True)
+    if files := report.get("files_not_in_the_index"):
+        typer.echo(f"not converted, files that the source's index does not list: {', '.join(files)}", err=True)
     totals = report["totals"]
     lost = f"largest error {totals['max_abs_error']:.3g}"
     if totals["lossy_tiles"] is not None:

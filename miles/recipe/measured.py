@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miles.config.metric_names import REFUSED
+from miles.config.metric_names import REFUSED, REWARD_PARTS
 from miles.recipe.schema import Recipe
 
 # Reported by steps that have some; like the counts of filters, no gate can ask for it in every step.
@@ -37,6 +37,6 @@ def objections(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key, name in [*gates, *((f"expect.{name}", name) for name in recipe.expect)]:
         if name in missing:
             yield f"{key}: no step of this recipe reports {name}", f"remove the bound, or set {missing[name]}"
-        elif key.startswith("quant.") and (name == COUNTED_WHEN_ANY or name.startswith(REFUSED)):
+        elif key.startswith("quant.") and (name == COUNTED_WHEN_ANY or name.startswith((REFUSED, REWARD_PARTS))):
             message = f"{key}: steps report {name} only when there are some, and a gate needs its metric in every step"
             yield message, "remove the gate"

@@ -154,7 +154,7 @@ def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
     del facts
     try:
-        build_reward(recipe.rollout.reward)
+        build_reward(recipe.rollout.reward, recipe.data)
     except ConfigError as error:
         message, _, fix = str(error).rpartition("; ")
         yield Finding("REWARD", "error", message, fix)

@@ -24,7 +24,7 @@ from miles.rollout.generate import GenerateFn, single_turn
 from miles.rollout.groups import GroupRunner, Prompts
 from miles.rollout.metrics import oldest_version, rollout_metrics
 from miles.rollout.protocol import RolloutBatch
-from miles.rollout.rewards import Decoder, RewardFn
+from miles.rollout.rewards import Decoder, RewardPool
 
 MAX_ATTEMPTS = 64
 
@@ -63,7 +63,7 @@ class AsyncRollout:
         *,
         run_seed: int,
         generate: GenerateFn = single_turn,
-        reward: RewardFn | None = None,
+        rewards: RewardPool | None = None,
     ) -> None:
         if config.over_sampling != 1.0:
             raise ConfigError(
@@ -75,7 +75,7 @@ class AsyncRollout:
         self.trained_version = 0
         self._prompts = prompts
         self._runner = GroupRunner(
-            config, client, prompts, decoder, run_seed=run_seed, generate=generate, reward=reward
+            config, client, prompts, decoder, run_seed=run_seed, generate=generate, rewards=rewards
         )
         self._filters = FilterChain(config.filters, starvation_limit=config.starvation_limit)
         self._submitted = 0  # numbers given out and not given back

@@ -10,28 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from miles.config import StrictModel
 from miles.quant.config import NVFP4Options
-
-
-class RewardConfig(StrictModel):
-    """`kind` picks the function, `options` are its own (see `miles.rollout.rewards`)."""
-
-    kind: Literal[
-        "task",
-        "exact",
-        "positional",
-        "math_boxed",
-        "f1",
-        "choice_letter",
-        "regex",
-        "remote_http",
-        "from_metadata",
-        "python",
-    ] = "task"
-    options: dict[str, Any] = Field(default_factory=dict)
-    timeout_s: float = Field(30.0, gt=0)
-    concurrency: int = Field(64, ge=1)
-    # What a failing function or a non-finite value does: stop the run, or mask that sample.
-    on_error: Literal["raise", "mask"] = "raise"
+from miles.rollout.rewards import RewardConfig
 
 
 class NonzeroStdFilter(StrictModel):

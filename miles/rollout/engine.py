@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import aiohttp
 import orjson
 
+from miles.rollout import access
 from miles.rollout.errors import EngineCapabilityError, EngineHttpError, EngineReplyError, EngineUnreachable
 from miles.rollout.messages import GenerateRequest, GenerateResult, SamplingParams, batch_body, read_replies
 
@@ -82,16 +83,23 @@ class _Call:
 
 
 class EngineClient:
-    """One engine. Use as `async with`, inside one event loop.
+    """One engine. Use as `async with`, inside one event loop. `token`: what its routes want (`miles.rollout.access`).
 
     `vocab_size`: for engines that do not report theirs; ids of replies are checked against it. `timeout_s` bounds
     one generate call from send to reply, with `version_wait_s` on top where the engine holds it for a weight version.
     """
 
     def __init__(
-        self, url: str, *, vocab_size: int | None = None, timeout_s: float = 600.0, version_wait_s: float = 3600.0
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        vocab_size: int | None = None,
+        timeout_s: float = 600.0,
+        version_wait_s: float = 3600.0,
     ) -> None:
         self.url = url.rstrip("/")
+        self._access = access.headers(token)
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._version_wait_s = version_wait_s
@@ -239,7 +247,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(connector=connector)
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
-        headers = {"content-type": "application/json"} if data is not None else {}
+        headers = {**self._access, **({"content-type": "application/json"} if data is not None else {})}
         try:
             async with self._session.request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout

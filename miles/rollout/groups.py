@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from miles.data.prompts import Prompt
+from miles.data.prompts import Prompt, PromptSource
 from miles.data.sample import Sample, Status, validate_sample
 from miles.rollout.config import RolloutConfig
 from miles.rollout.engine import Engine
 from miles.rollout.errors import RolloutError
 from miles.rollout.generate import GenerateContext, GenerateFn, group_seeds, pending_group, single_turn
-from miles.rollout.rewards import Decoder, RewardContext, RewardFn, RewardPool, build_reward
+from miles.rollout.rewards import Decoder, RewardContext, RewardPool, build_reward
 
 # How often a partial response may be aborted and continued before the run gives up.
 MAX_CONTINUATIONS = 64
@@ -39,17 +39,23 @@ class GroupRunner:
         *,
         run_seed: int,
         generate: GenerateFn = single_turn,
-        reward: RewardFn | None = None,
+        rewards: RewardPool | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
-        self.rewards = RewardPool(config.reward, reward or build_reward(config.reward), decoder)
+        # A pool that was handed in is shared, and its owner closes it.
+        self._owns_rewards = rewards is None
+        if rewards is None:
+            data = prompts.config if isinstance(prompts, PromptSource) else None
+            rewards = RewardPool(config.reward, build_reward(config.reward, data), decoder)
+        self.rewards = rewards
         self._prompts = prompts
         self._run_seed = run_seed
         self._generate = generate
 
     def close(self) -> None:
-        self.rewards.close()
+        if self._owns_rewards:
+            self.rewards.close()
 
     async def may_prefetch(self) -> bool:
         """Whether requests can wait in the engine for a weight version that it does not serve yet."""
@@ -72,7 +78,7 @@ class GroupRunner:
         samples = await self._generated(ctx, pending_group(prompt, config))
         if config.partial:
             samples = await self._continued(ctx, samples)
-        await self.rewards.judge(RewardContext(prompt, self._prompts.score, config.reward.options), samples)
+        await self.rewards.judge(RewardContext(prompt, self._prompts.score), samples)
         return samples
 
     async def run_all(self, prompts: Sequence[Prompt], *, min_weight_version: int = 0) -> list[list[Sample]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from miles.config.metric_names import REWARD_PARTS
 from miles.data.sample import Sample, Status
 from miles.rollout.filters import ZERO_SPREAD, counted_rewards
 
@@ -20,7 +21,7 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], refused: Sequence[Sample
     spreads = [float(np.ptp(r)) if len(r := counted_rewards(group)) else 0.0 for group in groups]
     prompt_tokens = sum(s.prefix_cache.get("prompt_tokens", 0) for s in samples)
     cached = sum(s.prefix_cache.get("cached_tokens", 0) for s in samples)
-    return {
+    return _part_means(samples) | {
         "rollout/reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
         "rollout/reward_std": float(rewards.std()) if len(rewards) else 0.0,
         "rollout/reward_mean_all": float(every.mean()) if len(every) else 0.0,
@@ -33,6 +34,15 @@ def rollout_metrics(groups: Sequence[Sequence[Sample]], refused: Sequence[Sample
         "rollout/zero_std_frac": sum(s <= ZERO_SPREAD for s in spreads) / max(len(groups), 1),
         "rollout/prefix_cached_frac": cached / max(prompt_tokens, 1),
     }
+
+
+def _part_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean of each part over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.reward_parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"{REWARD_PARTS}{name}": float(np.mean(values[name])) for name in sorted(values)}
 
 
 def trained_version(sample: Sample) -> int | None:

@@ -20,6 +20,7 @@ class EnginePool:
         self,
         urls: Sequence[str],
         *,
+        token: str | None = None,
         vocab_size: int | None = None,
         timeout_s: float = 600.0,
         version_wait_s: float = 3600.0,
@@ -27,7 +28,8 @@ class EnginePool:
         if not urls:
             raise EngineError("no engine: EnginePool needs at least one url")
         self.clients = [
-            EngineClient(url, vocab_size=vocab_size, timeout_s=timeout_s, version_wait_s=version_wait_s) for url in urls
+            EngineClient(url, token=token, vocab_size=vocab_size, timeout_s=timeout_s, version_wait_s=version_wait_s)
+            for url in urls
         ]
         self.url = ", ".join(client.url for client in self.clients)
         self._inflight = [0] * len(self.clients)

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from miles.rollout import access
 from miles.rollout.config import RouterConfig
 from miles.rollout.workers import Worker, WorkerSet
 
@@ -35,13 +36,15 @@ HOP_HEADERS = frozenset({
 class Router:
     """`app()` is an ASGI application; its lifespan runs the health checks. One event loop."""
 
-    def __init__(self, config: RouterConfig, workers: Iterable[str] = ()) -> None:
+    def __init__(self, config: RouterConfig, workers: Iterable[str] = (), *, token: str | None = None) -> None:
+        """`token`: what all routes but `/health` want, and what the workers want of the router. None: none."""
         self.config = config
+        self._token = token
         self.workers = WorkerSet(config, workers)
         self._session: aiohttp.ClientSession | None = None
         self._drained = asyncio.Event()
 
-    def app(self) -> Starlette:
+    def app(self) -> Any:
         routes = [Route(path, self._proxy, methods=["POST"]) for path in PROXIED_POST]
         routes += [Route(path, self._proxy, methods=["GET"]) for path in PROXIED_GET]
         routes += [
@@ -52,7 +55,8 @@ class Router:
             Route("/router/workers/drain", self._drain, methods=["POST"]),
             Route("/router/required_version", self._require, methods=["POST"]),
         ]
-        return Starlette(routes=routes, lifespan=self._lifespan)
+        app = Starlette(routes=routes, lifespan=self._lifespan)
+        return app if self._token is None else access.TokenRequired(app, self._token)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -82,16 +86,18 @@ class Router:
             async with self._session.get(worker.url + "/health", timeout=timeout) as reply:
                 if reply.status != 200:
                     return self.workers.failed(worker, f"health_{reply.status}")
-            async with self._session.get(worker.url + "/model_info", timeout=timeout) as reply:
+            own = access.headers(self._token)
+            async with self._session.get(worker.url + "/model_info", timeout=timeout, headers=own) as reply:
                 info = orjson.loads(await reply.read())
             version, state = int(info["weight_version"]), info.get("weight_state", "serving")
+            run_id = info.get("weight_run")
         except TimeoutError:
             return self.workers.failed(worker, "health_timeout")
         except (aiohttp.ClientError, OSError):
             return self.workers.failed(worker, "unreachable")
         except (KeyError, TypeError, ValueError):
             return self.workers.failed(worker, "bad_model_info")
-        return self.workers.succeeded(worker, weight_version=version, weight_state=state)
+        return self.workers.succeeded(worker, weight_version=version, weight_state=state, run_id=run_id)
 
     async def _proxy(self, request: Request) -> Response:
         key = request.headers.get(ROUTING_KEY)
@@ -161,6 +167,7 @@ class Router:
         return _reply({
             "policy": self.config.policy,
             "required_version": str(self.workers.required_version),
+            "required_run": self.workers.required_run,
             "workers": [worker.describe() for worker in self.workers],
         })  # fmt: skip
 
@@ -197,11 +204,11 @@ class Router:
             await self._drained.wait()
 
     async def _require(self, request: Request) -> Response:
-        """Workers below this weight version are kept out until they report it."""
-        version = await _field(request, "version", int)
-        if version is None:
-            return _error(400, "bad_request", "body: expected {version}, an integer")
-        self.workers.required_version = version
+        """Workers below this weight version, or of another run than `run_id`, are kept out until they report it."""
+        version, run_id = await _field(request, "version", int), await _field(request, "run_id", str)
+        if version is None or not -1 <= version < 1 << 63:
+            return _error(400, "bad_request", "body: expected {version}, an int64 >= -1")
+        self.workers.required_version, self.workers.required_run = version, run_id
         await self.check_all()
         return await self._list(request)
 

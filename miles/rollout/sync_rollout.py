@@ -25,7 +25,7 @@ from miles.rollout.generate import GenerateFn, single_turn
 from miles.rollout.groups import GroupRunner, Prompts
 from miles.rollout.metrics import oldest_version, rollout_metrics
 from miles.rollout.protocol import RolloutBatch
-from miles.rollout.rewards import Decoder, RewardFn
+from miles.rollout.rewards import Decoder, RewardPool
 
 
 class SyncRollout:
@@ -43,7 +43,7 @@ class SyncRollout:
         *,
         run_seed: int,
         generate: GenerateFn = single_turn,
-        reward: RewardFn | None = None,
+        rewards: RewardPool | None = None,
     ) -> None:
         if config.max_staleness:
             raise ConfigError(
@@ -53,7 +53,7 @@ class SyncRollout:
         self._config = config
         self._prompts = prompts
         self._runner = GroupRunner(
-            config, client, prompts, decoder, run_seed=run_seed, generate=generate, reward=reward
+            config, client, prompts, decoder, run_seed=run_seed, generate=generate, rewards=rewards
         )
         self._filters = FilterChain(config.filters, starvation_limit=config.starvation_limit)
         self._version: int | None = None

@@ -32,6 +32,7 @@ class Worker:
     joined: bool = False
     draining: bool = False
     weight_version: int = -1
+    weight_run: str | None = None
 
     @property
     def eligible(self) -> bool:
@@ -45,11 +46,15 @@ class Worker:
             "inflight": self.inflight,
             "draining": self.draining,
             "weight_version": str(self.weight_version),
+            "weight_run": self.weight_run,
         }
 
 
 class WorkerSet:
-    """Workers in order of addition, with the routing policy. `required_version`: older ones are kept out."""
+    """Workers in order of addition, with the routing policy.
+
+    `required_version`: older ones are kept out, and with `required_run` those of any other run: its numbers say nothing.
+    """
 
     def __init__(self, config: RouterConfig, urls: Iterable[str] = ()) -> None:
         self._config = config
@@ -57,6 +62,7 @@ class WorkerSet:
         self._added = 0
         self._turn = 0
         self.required_version = -1
+        self.required_run: str | None = None
         for url in urls:
             self.add(url)
 
@@ -91,13 +97,16 @@ class WorkerSet:
         # Rendezvous hashing: without one worker only its own keys move.
         return max(candidates, key=lambda w: hashlib.blake2b(f"{key}\0{w.url}".encode(), digest_size=8).digest())
 
-    def succeeded(self, worker: Worker, *, weight_version: int, weight_state: str = "serving") -> None:
+    def succeeded(
+        self, worker: Worker, *, weight_version: int, weight_state: str = "serving", run_id: str | None = None
+    ) -> None:
         """A health check passed. Old or dirty weights keep a worker out however healthy its process is."""
-        worker.weight_version = weight_version
+        worker.weight_version, worker.weight_run = weight_version, run_id
         stale = weight_version < self.required_version
-        if stale or weight_state == "dirty":
+        stale |= self.required_run is not None and run_id != self.required_run
+        if stale or weight_state not in ("serving", "updating"):
             worker.state, worker.successes = WorkerState.QUARANTINED, 0
-            worker.reason = "stale_weights" if stale else "weights_dirty"
+            worker.reason = "stale_weights" if stale else f"weights_{weight_state}"
             return
         worker.failures = 0
         if worker.state == WorkerState.QUARANTINED:

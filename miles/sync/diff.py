@@ -36,10 +36,12 @@ class EngineDiff:
     differing: tuple[str, ...]
 
 
-def diff_engine(url: str, checkpoint: Path, *, nvfp4: NVFP4QDQConfig | None = None) -> EngineDiff:
+def diff_engine(
+    url: str, checkpoint: Path, *, token: str | None = None, nvfp4: NVFP4QDQConfig | None = None
+) -> EngineDiff:
     """Read-only. `EngineSyncError` if the engine is away, `PlanError` if the names do not fit, `ConfigError` for the folder."""
     specs, read = _open(checkpoint)
-    link = EngineLink(url)
+    link = EngineLink(url, token=token)
     try:
         engine = read_engine(link, timeout_s=TIMEOUT_S)
         reply = link.get("/parameter_digests", timeout_s=TIMEOUT_S)

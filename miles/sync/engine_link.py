@@ -14,17 +14,19 @@ from typing import Any
 
 import orjson
 
+from miles.rollout import access
 from miles.sync.errors import EngineSyncError
 
 
 class EngineLink:
     """Calls to one engine. Not thread-safe: the caller keeps one thread per engine."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, *, token: str | None = None):
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise EngineSyncError(url, "bad_url", "an engine URL looks like http://host:port")
         self.url = url.rstrip("/")
+        self._access = access.headers(token)
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 80)
 
     def get(self, path: str, *, timeout_s: float) -> dict[str, Any]:
@@ -45,7 +47,8 @@ class EngineLink:
             connection.timeout = timeout_s
             if connection.sock is not None:
                 connection.sock.settimeout(timeout_s)
-            connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+            headers = {**self._access, **({"Content-Type": "application/json"} if body else {})}
+            connection.request(method, path, body, headers)
             # A server with Nagle's algorithm on sends the body of a reply after our acknowledgement of its head,
             # which the kernel would otherwise hold back for 40 ms.
             if connection.sock is not None and hasattr(socket, "TCP_QUICKACK"):

@@ -33,9 +33,9 @@ class LiveEngine:
 class EngineHandle:
     """One engine's connection and the single thread that talks to it, so its messages stay in order."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, *, token: str | None = None):
         self.url = url
-        self._link = EngineLink(url)
+        self._link = EngineLink(url, token=token)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync")
 
     def submit(self, call: Callable[[EngineLink], T]) -> Future[T]:
@@ -66,7 +66,8 @@ def read_engine(link: EngineLink, *, timeout_s: float) -> LiveEngine:
 class LiveSet:
     """The engines a pusher may reach, and which of them are live now."""
 
-    def __init__(self, urls: Iterable[str]):
+    def __init__(self, urls: Iterable[str], *, token: str | None = None):
+        self._token = token
         self._handles: dict[str, EngineHandle] = {}
         self._live: dict[str, LiveEngine] = {}
         self.changes = 0
@@ -83,7 +84,7 @@ class LiveSet:
             self.drop(url)
         for url in wanted:
             if url not in self._handles:
-                self._handles[url] = EngineHandle(url)
+                self._handles[url] = EngineHandle(url, token=self._token)
 
     def drop(self, url: str) -> None:
         """The engine failed or is gone: it must be read again before it takes part."""

@@ -36,7 +36,7 @@ class WeightPusher:
 
     Blocking; every wait is bounded by `sync.timeout_s` plus bytes / `sync.min_gb_per_s`. Use `close` (or `with`)
     to release connections and shared memory. `directory` is used by the disk transports when `sync.directory` is
-    not set; `nvfp4` is how weights are quantised for engines that store NVFP4.
+    not set; `nvfp4` is how weights are quantised for engines that store NVFP4; `token` is what the engines' routes want.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class WeightPusher:
         config: SyncConfig,
         run_id: str,
         *,
+        token: str | None = None,
         directory: Path | None = None,
         nvfp4: NVFP4QDQConfig | None = None,
     ):
@@ -53,7 +54,7 @@ class WeightPusher:
         self._run_id = run_id
         self._directory = Path(config.directory) if config.directory is not None else directory
         self._nvfp4 = nvfp4 or NVFP4QDQConfig()
-        self._live = LiveSet(engine_urls)
+        self._live = LiveSet(engine_urls, token=token)
         self._checksums = ChecksumPolicy(config.checksum)
         self._transport: Transport | None = None
         self._sender: BucketSender | None = None

@@ -100,6 +100,7 @@ class UpdateSession:
             status = status_of(link.post("/end_weight_update", body, timeout_s=self._bounded(0)))
             expected = {
                 "state": "serving",
+                "run_id": self._plan.run_id,
                 "weight_version": str(self._version),
                 "plan_digest": self._plan.digest,
                 "engine_epoch": engine.epoch,

@@ -54,4 +54,7 @@ class ReasoningGym:
         return TaskItem(text, str(entry["answer"]), {"entry": entry})
 
     def score(self, completion: str, item: TaskItem) -> float:
-        return float(self._dataset.score_answer(answer=completion, entry=item.metadata["entry"]))
+        raise RuntimeError(
+            "scorers of reasoning-gym read the model's text with `eval` and take unbounded time; they run in worker "
+            "processes: use `miles.rollout.rewards.build_reward` with the data section"
+        )

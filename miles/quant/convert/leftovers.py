@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from miles.quant.convert.layouts import layout_of
 from miles.quant.convert.shards import Source
 from miles.quant.headers import QUANTISED, scaled_weight
 from miles.quant.scope import is_shared_expert
@@ -25,7 +26,9 @@ def quantised_left(source: Source, kept: Iterable[str], *, reads: str, written: 
         if name in written or packed_owner:
             continue
         if spec.dtype in PACKED:
-            faults.append(f"{name}: {spec.dtype} {list(spec.shape)} is quantised and would be kept so; {reads}")
+            layout = layout_of(source, name)
+            known = f", in the layout {layout}," if layout else ""
+            faults.append(f"{name}: {spec.dtype} {list(spec.shape)}{known} is quantised and would be kept so; {reads}")
         elif owner is not None and (owner in source.tensors or is_shared_expert(owner)):
             faults.append(f"{name}: scale of a weight that is not quantised; remove the stray scale")
     return faults

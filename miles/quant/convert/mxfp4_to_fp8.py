@@ -2,12 +2,12 @@
 
 First the headers (no FP4 tensor, stray scales, dtype and shape faults), then the scales: a tile whose scale codes
 differ by at most eight is lossless whatever its elements are; only weights with a wider tile are read to find out.
-So every refusal comes before the first byte is written.
+So every refusal comes before the first byte is written. FP8 weights in smaller blocks that stand beside the FP4 ones
+become 128x128 too, see `fp8_beside`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,85 +17,16 @@ from miles.kernels.formats import e2m1_decode, e4m3_decode, e8m0_decode, unpack_
 from miles.kernels.mxfp4_to_fp8 import reference
 from miles.kernels.mxfp4_to_fp8.reference import BLOCK, TILE, Converted
 from miles.quant.contract import QuantContract, scope_digest
-from miles.quant.convert.fp8_to_mxfp8 import scale_fault
-from miles.quant.convert.leftovers import quantised_left
-from miles.quant.convert.planning import LISTED, keep, producer, refuse
+from miles.quant.convert import fp8_beside
+from miles.quant.convert.fp4_weights import Weight, scan_headers
+from miles.quant.convert.fp8_beside import BesideWeight
+from miles.quant.convert.planning import LISTED, compact_excludes, keep, producer, refuse
 from miles.quant.convert.run import Done, Item, Plan, TensorReport, execute
 from miles.quant.convert.shards import Source, TensorSpec
 from miles.quant.errors import ConversionError
 
 OnLoss = Literal["fail", "mxfp8", "report"]
-READS = "mxfp4-to-fp8 reads FP4 `*.weight` with an e8m0 scale, and keeps FP8 with power-of-two 128x128 scales"
-SCALE_SUFFIXES = ("scale", "weight_scale", "weight_scale_inv")
 _MXFP8_CODES = torch.tensor([0x00, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C], dtype=torch.uint8)  # E4M3 of 0 .. 6
-
-
-@dataclass(frozen=True)
-class Weight:
-    """An FP4 weight of the source and its scale, which may live in another shard."""
-
-    name: str
-    scale: str
-    rows: int
-    cols: int
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        return -(-self.rows // TILE), -(-self.cols // TILE)
-
-
-def scan_headers(source: Source) -> tuple[list[Weight], list[str]]:
-    """FP4 weights with their scales, and every fault found in the headers."""
-    weights, faults, used = [], [], set()
-    for name, stored in source.tensors.items():
-        spec = stored.spec
-        if spec.dtype not in ("U8", "I8") or not name.endswith(".weight"):
-            continue
-        stem = name[: -len("weight")]
-        scales = [stem + s for s in SCALE_SUFFIXES if stem + s in source.tensors]
-        used.update((name, *scales))
-        if len(scales) != 1:
-            faults.append(f"{name}: needs exactly one scale ({', '.join(SCALE_SUFFIXES)}), found {scales or 'none'}")
-            continue
-        scale = source.tensors[scales[0]].spec
-        if len(spec.shape) != 2 or spec.shape[1] % (BLOCK // 2) or 0 in spec.shape:
-            faults.append(f"{name}: shape {list(spec.shape)} is not [out, in/2] with in a multiple of {BLOCK}")
-        elif scale.dtype not in ("U8", "F8_E8M0"):
-            faults.append(f"{scales[0]}: dtype {scale.dtype}, an e8m0 scale is U8 or F8_E8M0")
-        elif scale.shape != (spec.shape[0], spec.shape[1] * 2 // BLOCK):
-            faults.append(
-                f"{scales[0]}: shape {list(scale.shape)}, {name} needs {[spec.shape[0], spec.shape[1] * 2 // BLOCK]}"
-            )
-        else:
-            weights.append(Weight(name, scales[0], spec.shape[0], spec.shape[1] * 2))
-    for name in source.tensors:
-        owner = next((name[: -len(s)] + "weight" for s in SCALE_SUFFIXES if name.endswith("." + s)), None)
-        if owner is not None and owner not in source.tensors:
-            faults.append(f"{name}: stray scale, {owner} is not in the checkpoint")
-            used.add(name)
-    fitting, wrong = _fp8_that_fits(source)
-    faults += wrong
-    used |= fitting
-    faults += quantised_left(source, (n for n in source.tensors if n not in used), reads=READS)
-    if not any(t.spec.dtype in ("U8", "I8") and n.endswith(".weight") for n, t in source.tensors.items()):
-        faults.append("no FP4 weight (U8 or I8 `*.weight` with an e8m0 scale)")
-    return weights, faults
-
-
-def _fp8_that_fits(source: Source) -> tuple[set[str], list[str]]:
-    """FP8 weights in the result's own format, kept beside the converted ones, and their scales; faults of those scales."""
-    names, faults = set(), []
-    for name, stored in source.tensors.items():
-        if stored.spec.dtype != "F8_E4M3" or not name.endswith(".weight") or len(stored.spec.shape) != 2:
-            continue
-        scales = [n for s in SCALE_SUFFIXES if (n := name[: -len("weight")] + s) in source.tensors]
-        grid = tuple(-(-size // TILE) for size in stored.spec.shape)
-        got = source.tensors[scales[0]].spec if len(scales) == 1 else stored.spec
-        if got.shape == grid and got.dtype in ("U8", "F8_E8M0", "F32"):
-            names.update((name, *scales))
-            if (fault := scale_fault(source.load(scales[0]), scales[0])) is not None:
-                faults.append(fault)
-    return names, faults
 
 
 def lossy_tiles(source: Source, weight: Weight) -> list[tuple[int, int, int, int]]:
@@ -158,12 +89,12 @@ def _convert_on(device: str, packed: torch.Tensor, scale: torch.Tensor) -> Conve
 def _item(source: Source, w: Weight, as_mxfp8: bool, device: str) -> Item:
     shard = source.tensors[w.name].shard
     scale_shape = (w.rows, w.cols // BLOCK) if as_mxfp8 else w.tiles
-    specs = (TensorSpec(w.name, "F8_E4M3", (w.rows, w.cols)), TensorSpec(w.scale, "F8_E8M0", scale_shape))
+    specs = (TensorSpec(w.out, "F8_E4M3", (w.rows, w.cols)), TensorSpec(w.out_scale, "F8_E8M0", scale_shape))
 
     def run() -> Done:
         packed, scale = source.load(w.name).view(torch.uint8), source.load(w.scale).view(torch.uint8)
         action = "mxfp8" if as_mxfp8 else "fp8_128x128"
-        report = TensorReport(w.name, action, tiles=w.tiles[0] * w.tiles[1], lossy_tiles=0, lossy_elements=0)
+        report = TensorReport(w.out, action, tiles=w.tiles[0] * w.tiles[1], lossy_tiles=0, lossy_elements=0)
         if as_mxfp8:
             q, out_scale = _exact_mxfp8(packed), scale
         else:
@@ -188,10 +119,8 @@ def without_expert_dtype(config: dict) -> dict:
     return config
 
 
-def _refuse_loss(lossy: dict[str, list[tuple[int, int, int, int]]]) -> None:
-    lines = [
-        f"{name} tile [{r}, {c}]: k={k}, {count} elements" for name, tiles in lossy.items() for r, c, k, count in tiles
-    ]
+def _refuse_loss(lossy: dict[str, list[str]]) -> None:
+    lines = [f"{name} {tile}" for name, tiles in lossy.items() for tile in tiles]
     more = f"\n  ... {len(lines) - LISTED} more" if len(lines) > LISTED else ""
     raise ConversionError(
         f"{len(lines)} tiles in {len(lossy)} weights would round (nothing was written):\n  "
@@ -201,24 +130,41 @@ def _refuse_loss(lossy: dict[str, list[tuple[int, int, int, int]]]) -> None:
     )
 
 
-def plan(source: Source, *, on_loss: OnLoss, device: str = "cpu") -> Plan:
-    """Scan, decide, and lay out the output; raises before anything is written."""
-    weights, faults = scan_headers(source)
+def _lossy(
+    source: Source, weights: list[Weight], beside: list[BesideWeight], faults: list[str]
+) -> dict[str, list[str]]:
+    """By the result's name of each weight that would round: its lossy tiles in words."""
     lossy = {}
     for w in weights:
         try:
             if tiles := lossy_tiles(source, w):
-                lossy[w.name] = tiles
+                lossy[w.out] = [f"tile [{r}, {c}]: k={k}, {count} elements" for r, c, k, count in tiles]
         except ValueError as error:
             faults.append(f"{w.scale}: {error}")
+    for b in beside:
+        try:
+            if merged := fp8_beside.lossy_tiles(source, b):
+                lossy[b.name] = [f"tile [{r}, {c}]: {count} elements" for r, c, count in merged]
+        except ValueError as error:
+            faults.append(str(error))
+    return lossy
+
+
+def plan(source: Source, *, on_loss: OnLoss, device: str = "cpu") -> Plan:
+    """Scan, decide, and lay out the output; raises before anything is written."""
+    weights, beside, faults = scan_headers(source)
+    lossy = _lossy(source, weights, beside, faults)
     refuse(source, faults)
     if lossy and on_loss == "fail":
         _refuse_loss(lossy)
     exact = set(lossy) if on_loss == "mxfp8" else set()
-    taken = {n for w in weights for n in (w.name, w.scale)}
-    items = [_item(source, w, w.name in exact, device) for w in weights]
-    items += keep(source, (n for n in source.tensors if n not in taken))
-    names = sorted(w.name for w in weights)
+    taken = {n for w in (*weights, *beside) for n in (w.name, w.scale)}
+    kept = [n for n in source.tensors if n not in taken]
+    items = [_item(source, w, w.out in exact, device) for w in weights]
+    items += [fp8_beside.item(source, b, as_mxfp8=b.name in exact) for b in beside]
+    items += keep(source, kept)
+    tables = [b.name for b in beside if b.is_table]
+    names = sorted([w.out for w in weights] + [b.name for b in beside if not b.is_table])
     contract = QuantContract(
         format="mixed_fp8" if exact else "fp8_block",
         block=(TILE, TILE),
@@ -232,7 +178,12 @@ def plan(source: Source, *, on_loss: OnLoss, device: str = "cpu") -> Plan:
         lossless=not lossy or on_loss == "mxfp8",
         exceptions=dict.fromkeys(sorted(exact), "mxfp8 1x32"),
     )
-    config = without_expert_dtype({**source.config, "quantization_config": source.quantization})
+    stated = source.quantization
+    if stated.get("quant_method") == "compressed-tensors":
+        # Its groups and patterns describe what is no longer there.
+        plain = [n for n in kept if source.tensors[n].spec.dtype != "F8_E4M3"] + tables
+        stated = {"modules_to_not_convert": compact_excludes(plain, names)}
+    config = without_expert_dtype({**source.config, "quantization_config": stated})
     config["quantization_config"] = {
         **config["quantization_config"],
         "quant_method": "fp8",

@@ -169,6 +169,8 @@ def _write(source: Source, target: Path, plan: Plan, started: float, not_copied:
         report = _report(source, plan, journal, time.monotonic() - started)
         if not_copied:
             report["folders_not_copied"] = list(not_copied)
+        if unlisted := source.unlisted():
+            report["files_not_in_the_index"] = unlisted
         write_atomic(target / REPORT, json.dumps(report, indent=1) + "\n")
         contracts.write(target, plan.contract)
         write_atomic(target / COMPLETE, plan.contract.digest() + "\n")

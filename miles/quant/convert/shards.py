@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+# Two elements in a byte, and no number type of torch: read as bytes, never written.
+FOUR_BITS = "F4"
 SIZES = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in DTYPES.items()}
 SAMPLE = 1 << 16
 
@@ -42,10 +45,8 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        size = SIZES[self.dtype]
-        for d in self.shape:
-            size *= d
-        return size
+        elements = math.prod(self.shape)
+        return elements // 2 if self.dtype == FOUR_BITS else SIZES[self.dtype] * elements
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,10 @@ class Source:
         found = {shard: (self.directory / shard).stat() for shard in self.shards}
         return {shard: [stat.st_size, stat.st_mtime_ns] for shard, stat in found.items()}
 
+    def unlisted(self) -> list[str]:
+        """Safetensors files of the folder that its index does not name: no reader loads them, no conversion reads them."""
+        return sorted(p.name for p in self.directory.glob("*.safetensors") if p.is_file() and p.name not in self.shards)
+
     def folders(self, *, without: Path) -> list[str]:
         """Names of subfolders, which conversions do not copy; `without`: the target, which may be inside."""
         return sorted(p.name for p in self.directory.iterdir() if p.is_dir() and p.resolve() != without.resolve())
@@ -106,8 +111,14 @@ class Source:
     def _add(self, shard: str, header: Header) -> None:
         path = self.directory / shard
         for name, entry in header.tensors.items():
-            if entry.dtype not in DTYPES:
-                raise ConversionError(f"{path}: {name} has dtype {entry.dtype}; a converter reads {', '.join(DTYPES)}")
+            if entry.dtype not in DTYPES and entry.dtype != FOUR_BITS:
+                raise ConversionError(
+                    f"{path}: {name} has dtype {entry.dtype}; a converter reads {', '.join((*DTYPES, FOUR_BITS))}"
+                )
+            if entry.dtype == FOUR_BITS and (not entry.shape or entry.shape[-1] % 2):
+                raise ConversionError(
+                    f"{path}: {name} has shape {list(entry.shape)}, F4 needs an even last size; {DAMAGED}"
+                )
             spec = TensorSpec(name, entry.dtype, entry.shape)
             if entry.end - entry.begin != spec.nbytes:
                 raise ConversionError(
@@ -139,15 +150,17 @@ class Source:
         return sum(t.spec.nbytes for t in self.tensors.values())
 
     def load(self, name: str) -> torch.Tensor:
-        """One tensor, read into memory of its own."""
+        """One tensor, read into memory of its own; F4 [..., K] as bytes uint8 [..., K/2], even columns in the low half."""
         stored = self.tensors[name]
-        if not stored.spec.nbytes:
+        if not stored.spec.nbytes and stored.spec.dtype != FOUR_BITS:
             return torch.empty(stored.spec.shape, dtype=DTYPES[stored.spec.dtype])
         buffer = np.empty(stored.spec.nbytes, dtype=np.uint8)
         with open(self.directory / stored.shard, "rb") as f:
             f.seek(stored.offset)
             if f.readinto(buffer.data) != stored.spec.nbytes:
                 raise ConversionError(f"{self.directory / stored.shard}: {name} is cut off; {DAMAGED}")
+        if stored.spec.dtype == FOUR_BITS:
+            return torch.from_numpy(buffer).view(*stored.spec.shape[:-1], stored.spec.shape[-1] // 2)
         return torch.from_numpy(buffer).view(DTYPES[stored.spec.dtype]).view(stored.spec.shape)
 
 

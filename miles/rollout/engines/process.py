@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles.rollout import access
 from miles.rollout.errors import EngineModelError, EngineStartError
 
 KILL_WAIT_S = 10.0
@@ -22,10 +23,14 @@ LOG_TAIL = 4000
 
 @dataclass(slots=True)
 class EngineHandle:
-    """A running engine. `kill()` is idempotent and returns when the process is gone."""
+    """A running engine. `kill()` is idempotent and returns when the process is gone.
+
+    `token`: what its routes want (`miles.rollout.access`), None for an engine that asks for none.
+    """
 
     url: str
     pid: int
+    token: str | None = field(default=None, repr=False)
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def wait(self) -> int:
@@ -53,14 +58,23 @@ class EngineHandle:
 class StartingEngine:
     """An engine process on its way up: start several, then `wait_ready` each."""
 
-    def __init__(self, command: list[str], *, environment: dict[str, str], log_path: Path | None) -> None:
+    def __init__(
+        self, command: list[str], *, environment: dict[str, str], log_path: Path | None, token: str | None = None
+    ) -> None:
+        """With `token`, the process reads it from the descriptor `--token-fd`."""
         self._log_path = log_path
+        self._token = token
         read_fd, write_fd = os.pipe()
+        passed = [write_fd]
+        arguments = ["--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
+        if token is not None:
+            passed.append(access.pipe_with(token))
+            arguments += ["--token-fd", str(passed[-1])]
         log = open(log_path, "ab") if log_path is not None else None  # noqa: SIM115 - closed below
         try:
             self._process = subprocess.Popen(
-                [*command, "--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())],
-                pass_fds=(write_fd,),
+                [*command, *arguments],
+                pass_fds=passed,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -68,7 +82,8 @@ class StartingEngine:
                 start_new_session=True,
             )
         finally:
-            os.close(write_fd)
+            for fd in passed:
+                os.close(fd)
             if log is not None:
                 log.close()
         self._read_fd = read_fd
@@ -76,7 +91,7 @@ class StartingEngine:
     def wait_ready(self, timeout_s: float) -> EngineHandle:
         """The handle, once the engine listens. `EngineModelError` or `EngineStartError` say why it does not."""
         report = self._report(timeout_s)
-        handle = EngineHandle(report.get("url", ""), self._process.pid, self._process)
+        handle = EngineHandle(report.get("url", ""), self._process.pid, self._token, self._process)
         if "url" in report:
             return handle
         handle.kill()
@@ -88,7 +103,7 @@ class StartingEngine:
         """Give up an engine that is not waited for."""
         with contextlib.suppress(OSError):
             os.close(self._read_fd)
-        EngineHandle("", self._process.pid, self._process).kill()
+        EngineHandle("", self._process.pid, self._token, self._process).kill()
 
     def _report(self, timeout_s: float) -> dict[str, Any]:
         deadline, line = time.monotonic() + timeout_s, b""

@@ -76,8 +76,10 @@ def test_a_planted_dead_function_class_constant_method_field_and_module_are_foun
         "from shop import front\n\ndef sell():\n    front.helper()\n",
         "from shop import more, front\n\ndef sell(flag):\n    (more if flag else front).helper()\n",
         "TABLE = {'a': 'shop.more'}\n\ndef sell(name):\n    return load(TABLE[name]).helper()\n\ndef load(name):\n    pass\n",
+        "CALL = 'shop.more:helper'\n\ndef sell():\n    return CALL\n",
         "def sell(name):\n    return load(f'shop.{name}').helper()\n\ndef load(name):\n    pass\n",
         "PROGRAM = 'from shop.more import helper; helper()'\n\ndef sell():\n    return PROGRAM\n",
+        "class Pair:\n    left: int\n    right: int\n\ndef sell(pair):\n    match pair:\n        case Pair(a, b):\n            return a\n",
         "WIDTH = 3\n\ndef sell(n):\n    return f'{n:{WIDTH}}'\n",
     ],
 )

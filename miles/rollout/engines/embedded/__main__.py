@@ -1,6 +1,7 @@
 """Process of one embedded engine: `python -m miles.rollout.engines.embedded --settings JSON`.
 
 Reports `{"url", "pid"}` or `{"error", "exit_code"}` as one JSON line on `--ready-fd`, and ends when its parent does.
+The run's token, which every route but `/health` wants, comes by `--token-fd` or `--token-file`.
 """
 
 from __future__ import annotations
@@ -26,21 +27,26 @@ def main() -> int:
     parser.add_argument("--weight-version", type=int, default=0, help="version of the weights in the folder")
     parser.add_argument("--ready-fd", type=int, default=-1, help="file descriptor for the one-line report")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this parent is gone; 0: never")
+    token = parser.add_mutually_exclusive_group(required=True)
+    token.add_argument("--token-fd", type=int, help="file descriptor to read the run's token from")
+    token.add_argument("--token-file", type=Path, help="file of mode 0600 with the run's token")
     args = parser.parse_args()
     end_with_parent(args.parent_pid)
     report = os.fdopen(args.ready_fd, "w") if args.ready_fd >= 0 else sys.stdout
     from miles.config import MilesError
+    from miles.rollout import access
     from miles.rollout.config import EngineConfig
     from miles.rollout.http_server import listen
 
     try:
+        token_given = access.read_file(args.token_file) if args.token_file else access.read_fd(args.token_fd)
         config = EngineConfig.model_validate_json(args.config_json)
         listener = listen(config.host, config.port, option="engine.port")
         server = _build(config, args.model, args.weight_version)
     except MilesError as error:
         say(report, {"error": str(error), "exit_code": error.exit_code})
         return error.exit_code
-    return _serve(server, listener, report)
+    return _serve(server, token_given, listener, report)
 
 
 def _build(config: Any, model_dir: Path, weight_version: int) -> Any:
@@ -134,9 +140,12 @@ def _device(name: str) -> Any:
     return device
 
 
-def _serve(server: Any, listener: socket.socket, report: Any) -> int:
+def _serve(server: Any, token: str, listener: socket.socket, report: Any) -> int:
     import uvicorn
 
+    from miles.rollout.access import TokenRequired
+    from miles.rollout.engines.embedded.connections import watched_protocol
+    from miles.rollout.engines.embedded.weight_messages import MAX_TIMEOUT_S
     from miles.rollout.http_server import url_of
 
     class Server(uvicorn.Server):
@@ -146,7 +155,14 @@ def _serve(server: Any, listener: socket.socket, report: Any) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda caught, _: os._exit(128 + caught))
     config = uvicorn.Config(
-        server.app(), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600, backlog=1024
+        TokenRequired(server.app(), token),
+        http=watched_protocol(server.weights.connection_closed),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        # An update ends with its connection: the server does not close one that an update may still be silent on.
+        timeout_keep_alive=int(MAX_TIMEOUT_S) + 60,
+        backlog=1024,
     )
     say(report, {"url": url_of(listener), "pid": os.getpid()})
     Server(config).run(sockets=[listener])

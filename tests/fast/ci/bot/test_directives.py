@@ -117,7 +117,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=12), max_size=14))
 def test_any_body_is_read_without_an_exception_and_only_valid_values_come_out(lines: list[str]) -> None:
     found = parse_directives("\n".join(lines))
@@ -126,7 +126,7 @@ def test_any_body_is_read_without_an_exception_and_only_valid_values_come_out(li
         assert found.image_tag in (None, "t")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=40))
 def test_a_value_of_a_stranger_never_gets_through_unless_it_fits_the_closed_form(value: str) -> None:
     found = parse_directives(f"ci-sglang-pr: {value}")

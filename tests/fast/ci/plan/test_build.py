@@ -170,7 +170,7 @@ def test_tests_that_need_different_pools_are_divided_apart() -> None:
     ),
     labels=st.sets(st.sampled_from(["run-ci-kernels", "run-ci-megatron", "run-ci-long", "run-ci-data"])),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_shard_is_empty_for_any_subset_of_labels(rows: list[tuple[str, int, int]], labels: set[str]) -> None:
     tests = [
         Declaration(f"tests/e2e/test_{i:02}.py", "cuda", "stage-c-4-gpu-h200", est_time=float(est), hardware=("h200",), labels=(label,), num_gpus=gpus)

@@ -52,7 +52,7 @@ jobs = st.lists(
 
 
 @given(jobs=jobs, width=st.sampled_from([8, 10]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_schedule_never_overbooks_and_starts_every_test_once(jobs: list[Unit], width: int) -> None:
     starts = schedule(jobs, width)
     assert sorted(start.id for start in starts) == sorted(job.id for job in jobs)
@@ -66,7 +66,6 @@ def test_a_schedule_never_overbooks_and_starts_every_test_once(jobs: list[Unit],
 
 
 @given(jobs=jobs)
-@settings(max_examples=100, deadline=None)
 def test_the_head_of_the_queue_is_never_delayed_by_one_that_jumps_ahead(jobs: list[Unit]) -> None:
     """Whatever starts while an earlier test waits ends before that one starts."""
     starts = {start.id: start for start in schedule([job for job in jobs if not job.serial], 8)}
@@ -96,7 +95,7 @@ def test_a_test_that_no_runner_holds_is_refused() -> None:
 
 
 @given(jobs=jobs, shards=st.integers(1, 9), width=st.sampled_from([8, 12]), seed=st.integers(0, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_each_unit_is_in_exactly_one_shard_none_is_empty_and_order_does_not_matter(
     jobs: list[Unit], shards: int, width: int, seed: int
 ) -> None:
@@ -114,7 +113,7 @@ def test_each_unit_is_in_exactly_one_shard_none_is_empty_and_order_does_not_matt
 
 
 @given(jobs=jobs)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_running_bound_of_a_shard_is_a_bound(jobs: list[Unit]) -> None:
     filling = Filling(8)
     bound = 0

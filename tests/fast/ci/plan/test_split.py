@@ -26,7 +26,7 @@ items = st.dictionaries(
 
 
 @given(items=items, parts=st.integers(1, 6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_item_runs_in_exactly_one_part(items: dict[str, int | None], parts: int) -> None:
     found = split(items, parts)
     assert [part.index for part in found] == list(range(1, len(found) + 1))
@@ -41,7 +41,6 @@ def test_every_item_runs_in_exactly_one_part(items: dict[str, int | None], parts
 
 
 @given(items=items, parts=st.integers(2, 6))
-@settings(max_examples=100, deadline=None)
 def test_groups_stay_whole(items: dict[str, int | None], parts: int) -> None:
     found = split(items, parts)
     where = {node: part.index for part in found[1:] for node in part.nodes or ()}

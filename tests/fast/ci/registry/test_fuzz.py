@@ -42,7 +42,7 @@ plain = st.recursive(
 
 
 @given(data=st.binary(max_size=200) | plain.map(lambda value: repr(value).encode("utf-8", "surrogatepass")))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_arbitrary_bytes_are_refused_with_a_place(data: bytes) -> None:
     reading = read_fleet(data, today=TODAY)
     assert reading.fleet is None

@@ -186,7 +186,7 @@ def test_many_processes_fighting_for_devices_never_overlap(tmp_path):
         assert process.returncode == 0, errors.decode()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 50)), min_size=1, max_size=25))
 def test_every_request_is_served_in_bounded_time(tmp_path_factory, jobs):
     """Simulated time: nothing starves, and no device is given twice."""

@@ -190,7 +190,7 @@ FLEETS = [FLEET, fleet_without("h200-4gpu", "b200-4gpu"), fleet_without(*FLEET.p
     hit=st.none() | st.sets(st.sampled_from([f"tests/e2e/test_{index}.py" for index in range(9)])),
     fleet=st.sampled_from(FLEETS),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_included_and_excluded_partition_what_was_scanned(
     found: list[Declaration], cadence: str, labels: set[str], hit: set[str] | None, fleet: Fleet
 ) -> None:

@@ -27,7 +27,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @example({"on": ["A?"]})
 @given(st.dictionaries(st.sampled_from(["on", "jobs", "name", "x-y"]), VALUES, min_size=1, max_size=3))
 def test_everything_reads_back_as_it_was(document: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ def loop_gae(rewards, values, mask, gamma, lam):
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.booleans(), min_size=0, max_size=7), min_size=1, max_size=5),
     st.floats(0, 1),

@@ -40,7 +40,7 @@ def layout_of(kind: str, size: int, rank: int, multiple: int = 1) -> ContextLayo
     return (Zigzag if kind == "zigzag" else ContiguousAllGather)(size, rank, multiple)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(problems())
 def test_response_indices_partition_the_response(problem):
     """Every response token has exactly one owner, whose logit row is the token before it."""

@@ -90,7 +90,7 @@ def clipped_value_loss(value: float, old: float, target: float, eps: float) -> t
     return 0.5 * plain, value - target
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(*[st.floats(-3, 3, width=32)] * 3, st.sampled_from([0.05, 0.2, 1.0]))
 def test_value_loss_and_gradient_equal_the_cases_of_the_definition(value, old, target, eps):
     expected, slope = clipped_value_loss(value, old, target, eps)

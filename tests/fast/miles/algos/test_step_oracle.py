@@ -236,7 +236,7 @@ def oracle(samples: list[Sample], logp: list[torch.Tensor], entropy: list[torch.
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_loss_and_gradient_of_a_step_equal_the_definition(name, data):
     config, samples = CONFIGS[name], data.draw(steps())

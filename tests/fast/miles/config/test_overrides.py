@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.config import ConfigError
@@ -54,7 +54,6 @@ TREES = st.recursive(
 ).filter(lambda tree: isinstance(tree, dict))
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
 @given(TREES, TREES, TREES)
 def test_merge_is_associative_and_the_empty_mapping_changes_nothing(a: dict, b: dict, c: dict) -> None:
     assert merge(a, {}) == a == merge({}, a)

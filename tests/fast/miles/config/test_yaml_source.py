@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.config import ConfigError
@@ -154,7 +154,6 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.lists(PIECES, max_size=25).map("".join))
 def test_any_text_gives_plain_json_data_or_a_config_error(text: str) -> None:
     try:
@@ -173,7 +172,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.dictionaries(st.text(min_size=1, max_size=6).filter(lambda key: key != "<<"), JSON, min_size=1, max_size=4))
 def test_json_is_read_back_as_it_was(data: dict) -> None:
     text = json.dumps(data)

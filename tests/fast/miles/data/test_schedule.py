@@ -42,7 +42,7 @@ def problems(draw):
     return lengths, rollouts, config
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_schedule_properties(problem):
     lengths, rollouts, config = problem
@@ -69,7 +69,7 @@ def test_schedule_properties(problem):
     assert schedule == build_dp_schedule(list(lengths), list(rollouts), config), "not deterministic"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=120), st.integers(2, 8))
 def test_kk_max_over_mean_not_worse_than_strided(lengths, ranks):
     heaviest = {}

@@ -54,7 +54,7 @@ def test_with_and_without_gradient_it_gives_the_same_bits():
     assert torch.equal(attend_rows(query.requires_grad_(), k, v, masked).detach(), plain)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(4, 40), st.integers(1, 60), st.integers(1, 60), st.integers(0, 40), st.sampled_from([8, 16, 64]),
     st.integers(0, 2**31),

@@ -155,7 +155,8 @@ def test_rotary_settings_survive_transformers_in_both_spellings(family, rope, to
 def configuration(family: str):
     from transformers import AutoConfig
 
-    return type(AutoConfig.for_model(registry.by_name(family).model_type))
+    model_type = registry.by_name(family).hf_config(ModelShape(), 16, {})["model_type"]
+    return type(AutoConfig.for_model(model_type))
 
 
 @pytest.mark.parametrize("family", registry.families())

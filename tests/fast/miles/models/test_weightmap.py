@@ -78,7 +78,7 @@ def test_round_trip_is_bit_equal_for_every_tensor_and_cut(parallel, tied):
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))
 def test_grouped_query_rows_survive_any_shape(groups, ratio, head_dim, hidden):
     weight_map = bound(heads=groups * ratio, groups=groups, head_dim=head_dim)

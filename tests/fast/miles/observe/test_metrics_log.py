@@ -82,7 +82,7 @@ def test_damaged_line_is_named_with_what_to_do(path: Path, line: bytes) -> None:
         read_rows(path)
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=40)
 @given(rows=st.integers(0, 6), cut=st.integers(0, 300), first_dropped=st.integers(0, 7))
 def test_any_cut_leaves_a_prefix_of_whole_rows(
     tmp_path_factory: pytest.TempPathFactory, rows, cut, first_dropped

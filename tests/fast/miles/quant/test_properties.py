@@ -33,7 +33,7 @@ def exact(codes: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
     return codes.double() * (2.0 ** (scale.double() - 127)).repeat_interleave(block, 1)[:, : codes.shape[1]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds, st.integers(1, 270), st.integers(1, 9), st.integers(0, 254), st.integers(0, 30))
 def test_counted_losses_are_the_elements_that_changed(seed: int, rows: int, blocks: int, low: int, width: int) -> None:
     g = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ configs = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds, configs, st.integers(1, 5), st.integers(1, 4), st.integers(-60, 60))
 def test_packed_and_rounded_weights_are_the_same_numbers(
     seed: int, config: NVFP4QDQConfig, experts: int, blocks: int, power: int
@@ -122,7 +122,7 @@ def test_a_contract_reads_back_equal_and_its_digest_is_of_its_content(config: NV
     assert back.model_copy(update={"source_digest": "t"}).digest() != mine.digest()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**16))
 def test_a_journal_cut_anywhere_keeps_its_whole_lines(cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +139,7 @@ def test_a_journal_cut_anywhere_keeps_its_whole_lines(cut: int) -> None:
         assert Journal(path).entries == journal.entries
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 400), st.integers(0, 255))
 def test_a_shard_cut_or_changed_anywhere_is_read_whole_or_refused(at: int, byte: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

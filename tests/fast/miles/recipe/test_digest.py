@@ -75,7 +75,7 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(words)
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(max_examples=25)
 @given(st.randoms(use_true_random=False))
 def test_key_order_does_not_matter(random: Any) -> None:
     def shuffle(value: Any) -> Any:

@@ -57,7 +57,7 @@ def random_delays(seed, slowest=0.004):
     return lambda request: rng.random() * slowest
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 1000),
     staleness=st.integers(0, 3),

@@ -53,7 +53,7 @@ def small_engine(tiny_model):
     engine.close()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(batch=st.lists(requests, min_size=2, max_size=24), data=st.data())
 def test_a_request_alone_equals_the_request_in_any_batch(small_engine, batch, data):
     engine = small_engine

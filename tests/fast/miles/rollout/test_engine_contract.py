@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from contract import PROMPT, EngineContract, EngineUnderTest, body
 
+from miles.rollout.access import headers
 from miles.rollout.engine import EngineClient, GenerateRequest, SamplingParams
 from miles_ci.declare import register_cpu_ci
 
@@ -21,7 +22,7 @@ register_cpu_ci(40, "stage-a-cpu", nightly=True)
 class TestEmbeddedEngine(EngineContract):
     @pytest.fixture(scope="class")
     def engine(self, engine_process):
-        return EngineUnderTest(engine_process.url, vocab_size=16)
+        return EngineUnderTest(engine_process.url, vocab_size=16, token=engine_process.token)
 
     def test_server_info_names_capabilities_and_the_probed_independence(self, http):
         info = http.get("/server_info").json()
@@ -67,7 +68,7 @@ class TestEmbeddedEngine(EngineContract):
 
     def test_the_sampling_mask_holds_the_support_and_its_log_probs(self, engine):
         async def ask():
-            async with EngineClient(engine.url) as client:
+            async with EngineClient(engine.url, token=engine.token) as client:
                 sampling = SamplingParams(max_new_tokens=8, top_p=0.7, top_k=6, ignore_eos=True)
                 request = GenerateRequest(np.array(PROMPT), sampling, seed=2, rid="m", return_sampling_mask=True)
                 return await client.generate(request)
@@ -95,7 +96,7 @@ class TestEmbeddedEngine(EngineContract):
 
 
 def test_health_generate_says_that_the_engine_is_paused(engine_process):
-    with httpx.Client(base_url=engine_process.url) as http:
+    with httpx.Client(base_url=engine_process.url, headers=headers(engine_process.token)) as http:
         http.post("/pause_generation", json={"mode": "in_place"})
         reply = http.get("/health_generate")
         assert (reply.status_code, reply.json()["error"]["type"]) == (503, "paused")

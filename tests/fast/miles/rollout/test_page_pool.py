@@ -67,7 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_equal_pages_at_different_depths_are_different_prefixes():

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from miles.config import ConfigError
+from miles.rollout.access import headers
 from miles.rollout.config import EngineConfig
 from miles.rollout.engines.embedded import launch, start
 from miles.rollout.errors import EngineModelError, EngineStartError
@@ -44,7 +45,7 @@ def gone(pid, timeout_s=5.0):
 def test_kill_ends_the_process_and_may_be_called_twice(tiny_model):
     with launch(SMALL, tiny_model, weight_version=12) as handle:
         assert psutil.pid_exists(handle.pid)
-        assert httpx.get(handle.url + "/model_info").json()["weight_version"] == "12"
+        assert httpx.get(handle.url + "/model_info", headers=headers(handle.token)).json()["weight_version"] == "12"
         handle.kill()
         assert gone(handle.pid)
         assert not psutil.pid_exists(handle.pid)
@@ -53,9 +54,9 @@ def test_kill_ends_the_process_and_may_be_called_twice(tiny_model):
 
 def test_kill_does_not_wait_for_requests_that_run(tiny_model):
     with launch(EngineConfig(max_running=8, max_total_tokens=1024), tiny_model) as handle:
-        httpx.post(handle.url + "/pause_generation", json={"mode": "in_place"})
+        httpx.post(handle.url + "/pause_generation", json={"mode": "in_place"}, headers=headers(handle.token))
         body = {"input_ids": [2, 3], "sampling_params": {"max_new_tokens": 4}}
-        with httpx.Client(timeout=30) as client, ThreadPoolExecutor(1) as pool:
+        with httpx.Client(timeout=30, headers=headers(handle.token)) as client, ThreadPoolExecutor(1) as pool:
             call = pool.submit(client.post, handle.url + "/generate", json=body)
             time.sleep(0.2)
             started = time.monotonic()

@@ -12,6 +12,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.rollout.access import headers
 from miles.rollout.config import RouterConfig
 from miles.rollout.engine import EngineClient, GenerateRequest, SamplingParams
 from miles.rollout.http_server import listen, url_of
@@ -57,21 +58,22 @@ class FakeWorker:
 
 
 class Setup:
-    def __init__(self, count, **config):
+    def __init__(self, count, *, token=None, **config):
+        self.token = token
         self.workers = [FakeWorker(f"w{i}") for i in range(count)]
         self.config = RouterConfig(**{"health_timeout_s": 1.0, "health_interval_s": 3600.0, **config})
 
     async def __aenter__(self):
         for worker in self.workers:
             await worker.start()
-        self.router = Router(self.config, [w.url for w in self.workers])
+        self.router = Router(self.config, [w.url for w in self.workers], token=self.token)
         listener = listen("127.0.0.1", 0, option="router.port")
         self.url = url_of(listener)
         self.server = uvicorn.Server(uvicorn.Config(self.router.app(), log_level="error", lifespan="on"))
         self.task = asyncio.create_task(self.server.serve(sockets=[listener]))
         while not self.server.started:
             await asyncio.sleep(0.005)
-        self.http = aiohttp.ClientSession()
+        self.http = aiohttp.ClientSession(headers=headers(self.token))
         return self
 
     async def __aexit__(self, *_):
@@ -151,7 +153,7 @@ def test_a_session_stays_with_its_worker_and_needs_its_key():
     assert without_key == 400
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(count=st.integers(2, 8), data=st.data())
 def test_removing_a_worker_moves_only_its_own_sessions(count, data):
     workers = WorkerSet(RouterConfig(policy="session"), [f"http://w{i}" for i in range(count)])
@@ -325,12 +327,40 @@ def test_the_client_works_through_the_router_on_a_real_engine(engine_process):
     async def scenario(s):
         await s.post("/router/workers", {"url": engine_process.url})
         sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
-        async with EngineClient(s.url) as client:
+        async with EngineClient(s.url, token=s.token) as client:
             request = GenerateRequest(np.array([2, 3]), sampling, seed=1, rid="x")
             through = await client.generate(request)
-        async with EngineClient(engine_process.url) as client:
+        async with EngineClient(engine_process.url, token=s.token) as client:
             return through, await client.generate(request)
 
-    through, direct = run(scenario, 0)
+    through, direct = run(scenario, 0, token=engine_process.token)
     assert through.tokens.tolist() == direct.tokens.tolist()
     assert through.log_probs.tolist() == direct.log_probs.tolist()
+
+
+def test_a_router_with_a_token_answers_nobody_else():
+    async def scenario(s):
+        async with aiohttp.ClientSession() as stranger:
+            open_ = (await stranger.get(s.url + "/health")).status
+            closed = [
+                (await stranger.get(s.url + "/router/workers")).status,
+                (await stranger.post(s.url + "/generate", data=b"{}")).status,
+                (await stranger.post(s.url + "/router/workers/remove", json={"url": s.workers[0].url})).status,
+            ]
+        return open_, closed, (await s.post("/generate", {}))[0]
+
+    assert run(scenario, 1, token="t" * 40) == (200, [401, 401, 401], 200)
+
+
+def test_a_worker_of_another_run_is_kept_out_whatever_its_version():
+    workers = WorkerSet(RouterConfig(), ["http://a"])
+    (worker,) = workers
+    workers.required_version, workers.required_run = 3, "this run"
+    workers.succeeded(worker, weight_version=100, run_id="an earlier run")
+    assert (worker.state, worker.reason) == (WorkerState.QUARANTINED, "stale_weights")
+    workers.succeeded(worker, weight_version=3, run_id="this run")
+    assert worker.state == WorkerState.HEALTHY
+    workers.succeeded(worker, weight_version=2, run_id="this run")
+    assert worker.reason == "stale_weights"
+    workers.succeeded(worker, weight_version=4, run_id="this run", weight_state="released")
+    assert worker.reason == "weights_released"

@@ -47,7 +47,7 @@ def test_frequencies_follow_the_softmax_at_the_temperature(by):
     assert counts[4] == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     logits=st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12),
     top_p=st.sampled_from([1.0, 0.95, 0.6, 0.1]),
@@ -115,7 +115,7 @@ def test_large_tables_are_drawn_in_blocks_with_equal_results(monkeypatch):
     assert all(np.array_equal(whole.support[i][0], blocks.support[i][0]) for i in range(9))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**64 - 1))
 def test_uniform_numbers_are_spread_and_differ_by_position(seed):
     u = uniform(np.full(4000, seed, dtype=np.uint64), np.arange(4000))

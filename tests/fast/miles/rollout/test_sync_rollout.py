@@ -142,7 +142,7 @@ def test_custom_generate_functions_may_return_segments_and_are_validated():
         asyncio.run(run())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(1, 4), max_size=5), budget=st.integers(1, 12), mask=st.booleans())
 def test_a_partial_response_continues_to_the_same_tokens(cuts, budget, mask):
     """However often it is aborted, the response equals the one of a single call; budget and records add up."""
@@ -181,7 +181,7 @@ def test_a_sampling_mask_makes_the_support_log_probs_the_rollouts(engine_process
     from miles.rollout.engine import EngineClient
 
     async def run():
-        async with EngineClient(engine_process.url) as client:
+        async with EngineClient(engine_process.url, token=engine_process.token) as client:
             rollout = SyncRollout(config(top_p=0.8), client, FakePrompts(), Letters(), run_seed=0)
             await rollout.start(0)
             return await rollout.collect(0)
@@ -245,7 +245,7 @@ def test_configurations_without_meaning_are_refused(options, named):
         RolloutConfig(**options)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(a=st.tuples(*[st.integers(0, 2**31)] * 3), b=st.tuples(*[st.integers(0, 2**31)] * 3))
 def test_seeds_differ_by_run_group_and_sample_and_fit_63_bits(a, b):
     seeds = sampling_seeds(a[0], a[1], 8, attempt=a[2])

@@ -15,7 +15,7 @@ def shapes_and_slots(draw):
     return shape, draw(st.lists(st.none() | slots, max_size=12))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(shapes_and_slots())
 def test_a_slot_is_taken_once_and_completeness_counts_elements(case):
     shape, slots = case

@@ -134,7 +134,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert self.state.status()["allowed"] == [e for e, moves in TRANSITIONS.items() if self.phase in moves]
 
 
-AgainstAModel.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+AgainstAModel.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 TestAgainstAModel = AgainstAModel.TestCase
 
 

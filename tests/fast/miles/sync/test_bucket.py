@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.sync.bucket import BucketStager, FixedBucket, bucket_size, staged_bytes
@@ -48,7 +48,6 @@ groups = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(groups, st.integers(0, 2000), st.randoms(use_true_random=False))
 def test_pieces_are_aligned_and_whole_groups_share_a_round(groups, extra, random):
     """Each group is one fused destination; rounds hold as many groups as fit, in the order they are completed."""

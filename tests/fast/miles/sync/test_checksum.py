@@ -26,7 +26,7 @@ def test_digest_golden_cpu_gpu():
         assert digest(torch.empty(0, device=device)) == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.binary(max_size=300))
 def test_digest_equals_the_formula_for_any_bytes(data):
     tensor = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())

@@ -287,6 +287,56 @@ def test_noop_sync_leaves_draft_unshuffled():
     assert setup.receiver.stamps["draft"] == ("run", 4, 16)
 
 
+def test_one_row_is_not_the_whole_parameter():
+    setup = Setup()
+    token = setup.begin()
+    setup.load(token, [("a", torch.zeros(1), ((0, 1),)), Q, K])
+    with pytest.raises(WeightUpdateError, match=r"waiting for 1 parameters: a: 3 of 4 elements, in rows \[1, 4\)"):
+        setup.receiver.complete(token, "plan", 1, 1)
+    assert setup.view.phase == "dirty"
+
+
+def test_a_parameter_may_come_in_more_pieces_than_the_table_says():
+    setup = Setup()
+    token = setup.begin()
+    halves = [("a", torch.ones(2), ((2, 4),)), ("a", torch.zeros(2), ((0, 2),))]
+    setup.load(token, halves, sequence=0)
+    setup.load(token, [Q, K], sequence=1)
+    setup.receiver.complete(token, "plan", 1, 2)
+    setup.state.finish(token)
+    assert setup.parameters["a"].tolist() == [0, 0, 1, 1]
+
+
+class Shuffled(Setup):
+    """The draft's bytes are doubled once they have all come."""
+
+    def __init__(self):
+        super().__init__(draft=lambda: self.parameters["draft.w"].mul_(2))
+
+    def push(self, value, version, *, run_id="run", finish=True):
+        token = self.begin(version, run_id=run_id, selector="all")
+        self.load(token, [*FULL, ("draft.w", torch.full((4,), value), None)], version=version)
+        self.receiver.complete(token, "plan", version, 1)
+        if finish:
+            self.state.finish(token)
+        else:
+            self.state.fail(token, "flush_failed", "by the test")
+        return self.parameters["draft.w"].tolist()
+
+
+def test_the_same_version_of_another_run_is_processed_too():
+    setup = Shuffled()
+    assert setup.push(3.0, 1) == [6.0] * 4
+    assert setup.push(5.0, 1, run_id="next") == [10.0] * 4
+    assert setup.receiver.stamps["draft"] == ("next", 1, 16)
+
+
+def test_a_version_that_is_sent_again_after_a_failure_is_processed_again():
+    setup = Shuffled()
+    setup.push(3.0, 1, finish=False)
+    assert setup.push(3.0, 1) == [6.0] * 4
+
+
 def test_table_of_an_engine_with_tied_embeddings_lists_the_alias():
     embed = torch.zeros(4, 2)
     table = table_of({"embed": embed}, aliases={"head": "embed"})

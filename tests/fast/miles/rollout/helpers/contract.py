@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
+from miles.rollout.access import headers
 from miles.rollout.engine import EngineClient, GenerateRequest, SamplingParams
 
 
@@ -23,6 +24,7 @@ class EngineUnderTest:
     vocab_size: int
     # Tokens that take long enough to be caught in the act.
     long_response: int = 400
+    token: str | None = None
     seeded: bool = True
 
 
@@ -43,7 +45,7 @@ class EngineContract:
 
     @pytest.fixture
     def http(self, engine):
-        with httpx.Client(base_url=engine.url, timeout=60) as client:
+        with httpx.Client(base_url=engine.url, timeout=60, headers=headers(engine.token)) as client:
             yield client
 
     def post(self, http, path, json=None):
@@ -134,7 +136,7 @@ class EngineContract:
         sent["rid"] = [f"long-{i}" for i in range(count)]
 
         def call():
-            with httpx.Client(base_url=engine.url, timeout=120) as client:
+            with httpx.Client(base_url=engine.url, timeout=120, headers=headers(engine.token)) as client:
                 result["reply"] = client.post("/generate", json=sent).json()
 
         thread = threading.Thread(target=call)
@@ -185,7 +187,7 @@ class EngineContract:
         result = {}
 
         def call():
-            with httpx.Client(base_url=engine.url, timeout=60) as client:
+            with httpx.Client(base_url=engine.url, timeout=60, headers=headers(engine.token)) as client:
                 result["reply"] = client.post("/generate", json=body())
 
         thread = threading.Thread(target=call)
@@ -204,7 +206,8 @@ class EngineContract:
         assert http.post("/flush_cache").status_code == 200
 
     def test_a_closed_connection_ends_its_requests(self, engine, http):
-        with httpx.Client(base_url=engine.url, timeout=0.15) as client, pytest.raises(httpx.ReadTimeout):
+        client = httpx.Client(base_url=engine.url, timeout=0.15, headers=headers(engine.token))
+        with client, pytest.raises(httpx.ReadTimeout):
             client.post("/generate", json=body(max_new_tokens=engine.long_response))
         deadline = time.monotonic() + 10
         while http.post("/flush_cache").status_code != 200:
@@ -213,7 +216,7 @@ class EngineContract:
 
     def test_the_client_reads_what_the_engine_writes(self, engine):
         async def ask():
-            async with EngineClient(engine.url, vocab_size=engine.vocab_size) as client:
+            async with EngineClient(engine.url, token=engine.token, vocab_size=engine.vocab_size) as client:
                 sampling = SamplingParams(max_new_tokens=5, ignore_eos=True)
                 requests = [GenerateRequest(np.array(PROMPT), sampling, seed=i, rid=f"r{i}") for i in range(6)]
                 return await asyncio.gather(*(client.generate(r) for r in requests)), await client.weight_version()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
+import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +20,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from miles.rollout import access
+from miles.rollout.engines.embedded.connections import watched_protocol
 from miles.rollout.engines.embedded.weight_routes import register_routes
 from miles.rollout.engines.embedded.weight_service import NOBODY, WeightService
 from miles.rollout.engines.embedded.weight_state import BeginUpdate, UpdateSession, WeightState
@@ -136,7 +138,11 @@ class RunningEngine:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app, http=watched_protocol(self.service.connection_closed), log_level="warning", lifespan="off"
+            )
+        )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [sock]}, daemon=True)
         self._thread.start()
         while not self._server.started:
@@ -178,14 +184,36 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def ask(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+def ask(
+    url: str, path: str, body: dict[str, Any] | None = None, *, token: str | None = None
+) -> tuple[int, dict[str, Any]]:
     """(HTTP status, reply) of a GET, or of a POST with a body."""
     data = None if body is None else orjson.dumps(body)
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=10) as reply:
+    for attempt in range(2):
+        try:
+            connection = _connection(url)
+            connection.request("GET" if body is None else "POST", path, data, access.headers(token))
+            reply = connection.getresponse()
             return reply.status, orjson.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        return error.code, orjson.loads(error.read())
+        except (ConnectionError, http.client.HTTPException):
+            # The server closed the idle connection, or is another one at the same port.
+            _open.connections.pop(url).close()
+            if attempt:
+                raise
+    raise AssertionError("unreachable")
+
+
+_open = threading.local()
+
+
+def _connection(url: str) -> http.client.HTTPConnection:
+    """Kept open by each thread, as a trainer does: an update ends with the connection that began it."""
+    if not hasattr(_open, "connections"):
+        _open.connections = {}
+    if url not in _open.connections:
+        parts = urllib.parse.urlsplit(url)
+        _open.connections[url] = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    return _open.connections[url]
 
 
 def status(engine: RunningEngine) -> dict[str, Any]:

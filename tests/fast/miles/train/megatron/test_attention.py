@@ -52,7 +52,7 @@ def test_grouped_causal_rows_equal_plain_attention(groups):
         torch.testing.assert_close(out[:, row : row + 1], expected, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 17), min_size=1, max_size=12))
 def test_packed_documents_equal_plain_masked_attention(lengths):
     from miles.train.megatron.documents import DocumentLayout

@@ -65,7 +65,7 @@ def test_shared_prompts_give_the_separate_rows_gradient(mesh, layout, ranks, too
     assert computed < 0.7 * separate[3], "fewer tokens pass through the layers"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 6)),

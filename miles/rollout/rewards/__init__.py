@@ -1,0 +1,21 @@
+"""Rewards: from a finished sample to a finite number.
+
+`build_reward(config, data)` makes the function of `rollout.reward.kind`, `RewardPool` judges groups with it: at once in
+the event loop, awaited there, or in worker processes that can be killed (`miles.rollout.reward_worker`).
+"""
+
+from miles.rollout.rewards.config import RewardConfig
+from miles.rollout.rewards.function import Decoder, RewardContext, RewardFn, Value, WorkerCall
+from miles.rollout.rewards.kinds import build_reward
+from miles.rollout.rewards.pool import RewardPool
+
+__all__ = [
+    "Decoder",
+    "RewardConfig",
+    "RewardContext",
+    "RewardFn",
+    "RewardPool",
+    "Value",
+    "WorkerCall",
+    "build_reward",
+]

@@ -1,0 +1,36 @@
+"""Configuration of rewards (`rollout.reward.*` of a recipe)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from miles.config import StrictModel
+
+
+class RewardConfig(StrictModel):
+    """`kind` picks the function, `options` are its own (see `miles.rollout.rewards.kinds`)."""
+
+    kind: Literal[
+        "task",
+        "exact",
+        "positional",
+        "math_boxed",
+        "f1",
+        "choice_letter",
+        "regex",
+        "remote_http",
+        "from_metadata",
+        "python",
+    ] = "task"
+    options: dict[str, Any] = Field(default_factory=dict)
+    # Of one call, from the moment at which the function starts.
+    timeout_s: float = Field(30.0, gt=0)
+    # How many functions run at once; what computes in our own worker processes gets one process a core at most.
+    concurrency: int = Field(64, ge=1, le=1024)
+    # Address space of one worker process.
+    memory_gib: float = Field(8.0, ge=0.25)
+    # What a failing function or a value that is no finite number does: stop the run, or mask that sample. `auto`:
+    # mask where only the model's text can be the cause (math_boxed, regex, the task's own scorer), else raise.
+    on_error: Literal["auto", "raise", "mask"] = "auto"
