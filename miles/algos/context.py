@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from miles.data.batch import OPTIONAL_FIELDS, MicroBatch
-
-if TYPE_CHECKING:
-    pass
 
 
 class ContextLayout(Protocol):

@@ -33,7 +33,10 @@ def vocab_parallel_scores(
     """(log-probs, entropy or None) in one pass; `entropy` is none, value (no gradient) or gradient.
 
     rows: int64 [n], distinct: which rows of logits [T, V/tp] the n targets belong to. It saves the copy, and its
-    gradient, of picking those rows first; None when n = T and they are in order.
+    gradient, of picking those rows first; None when n = T and they are in order. log-probs: fp32 [n], with gradient.
+    `temperature` must be the rollout's. entropy: fp32 [n], lse - sum p·z over the full vocabulary.
+
+    `ValueError`: temperature not above 0, a target outside the vocabulary (its index is named).
     """
     check_temperature(temperature)
     refuse_outside = target_check(targets, vocab_size)

@@ -100,10 +100,13 @@ class RunFolder:
 
 
 def locate(recipe: Recipe, overrides: Sequence[str]) -> RunFolder:
-    """Folder of this run: `<runs>/<name>`, or `<name>-<digest>` when overrides other than the name are given."""
+    """Folder of this run: `<runs>/<name>`, or `<name>-<digest>` when overrides are given that change the recipe and
+    not its name."""
     runs = Path(recipe.run.directory or environment.read("MILES_RUNS_DIR") or "runs")
-    named = any(parse_override(text)[0] == ("name",) for text in overrides)
-    suffix = "" if named or not overrides else f"-{digest(recipe)[:SUFFIX_CHARS]}"
+    keys = [parse_override(text)[0] for text in overrides]
+    # Where a run is does not make it another one.
+    changed = [key for key in keys if key[0] != "cluster"]
+    suffix = "" if ("name",) in keys or not changed else f"-{digest(recipe)[:SUFFIX_CHARS]}"
     return RunFolder(runs / f"{recipe.name}{suffix}")
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfig, RejectConfig
 from miles.algos.context import ContextLayout, ContiguousAllGather, Zigzag, localize
-from miles.algos.exchange import exchange
 from miles.algos.objective import step_objective
 from miles.algos.step_batches import prepare_steps
 from miles.data.batch_layout import BatchLayout
@@ -31,8 +30,7 @@ def problems(draw):
         Sample(f"s{i}", 0, i, np.arange(p + r, dtype=np.int64) + 100 * i, p, reward=float(i), status=Status.COMPLETED)
         for i, (p, r) in enumerate(shapes)
     ]
-    kind = draw(st.sampled_from(["zigzag", "contiguous"]))
-    size = draw(st.integers(1, 4))
+    kind, size = draw(st.sampled_from(["zigzag", "contiguous"])), draw(st.integers(1, 4))
     return samples, draw(st.sampled_from(["thd", "bshd"])), kind, size, draw(st.sampled_from([1, 2, 3]))
 
 
@@ -51,16 +49,28 @@ def test_response_indices_partition_the_response(problem):
         layout = layout_of(kind, size, rank, multiple)
         local = localize(micro_batch, layout).micro_batch
         assert local.input_ids.size % multiple == 0
-        read = local.input_ids.reshape(-1)[local.logit_index]
-        for at, (sequence, index) in enumerate(
-            zip(local.sequence.tolist(), local.response_index.tolist(), strict=True)
+        read = local.input_ids.ravel()[local.logit_index]
+        assert (np.diff(local.sequence) >= 0).all()
+        for number, j, target, token in zip(
+            local.sequence.tolist(), local.response_index.tolist(), local.target_ids, read, strict=True
         ):
-            sample = samples[micro_batch.sample_index[sequence]]
-            position = sample.prompt_length + index
-            assert (local.target_ids[at], read[at]) == (sample.tokens[position], sample.tokens[position - 1])
-            owned.append((sequence, index))
+            sample = samples[micro_batch.sample_index[number]]
+            assert target == sample.tokens[sample.prompt_length + j]
+            assert token == sample.tokens[sample.prompt_length + j - 1]
+            owned.append((number, j))
     expected = [(s, j) for s, i in enumerate(micro_batch.sample_index) for j in range(samples[i].response_length)]
     assert sorted(owned) == sorted(expected)
+
+
+def test_a_rank_without_response_tokens_holds_its_share_of_the_prompts():
+    samples = [
+        Sample(name, 0, i, np.arange(9, dtype=np.int64), 8, reward=float(i), status=Status.COMPLETED)
+        for i, name in enumerate("st")
+    ]
+    local = localize(micro_batch_of(samples, "bshd"), ContiguousAllGather(2, 0)).micro_batch
+    assert len(local.logit_index) == 0
+    assert local.input_ids.size == 10
+    assert local.token_counts.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("layout", [Zigzag(2, 0), ContiguousAllGather(2, 0, multiple=2)])
@@ -159,30 +169,3 @@ def test_grad_equal_cp1_cp2_thd_bshd_for_every_loss(gloo_ranks, make_samples, ba
         for key, value in expected_metrics.items():
             tolerance = 0.011 if key == "mismatch/w_p99" else 1e-5
             assert metrics[key] == pytest.approx(value, rel=tolerance, abs=1e-6), f"{key} of {where}"
-
-
-def test_exchange_reorders_values_and_returns_gradients(gloo_ranks):
-    lengths = [8, 4, 12]
-    weights = torch.arange(24, dtype=torch.float64) + 1
-
-    def work(rank: int):
-        import torch.distributed as dist
-
-        source, target = ContiguousAllGather(2, rank), Zigzag(2, rank)
-        values = torch.from_numpy(source.held(lengths, rank)).double().requires_grad_(True)
-        moved = exchange(values, lengths, source, target, group=dist.group.WORLD)
-        held = torch.from_numpy(target.held(lengths, rank))
-        (grad,) = torch.autograd.grad((moved * weights[held]).sum(), values)
-        return moved.detach(), held, grad
-
-    for rank, (moved, held, grad) in enumerate(gloo_ranks(2, work)):
-        torch.testing.assert_close(moved, held.double())
-        own = ContiguousAllGather(2, rank).held(lengths, rank)
-        torch.testing.assert_close(grad, weights[torch.from_numpy(own)])
-
-
-def test_exchange_refuses_lengths_that_do_not_divide():
-    with pytest.raises(ValueError, match="layouts of 2 and 2 ranks over a group of 1"):
-        exchange(torch.zeros(4), [8], Zigzag(2, 0), ContiguousAllGather(2, 0), group=None)
-    with pytest.raises(ValueError, match="holds 8 tokens, got 4"):
-        exchange(torch.zeros(4), [8], ContiguousAllGather(1, 0), ContiguousAllGather(1, 0), group=None)

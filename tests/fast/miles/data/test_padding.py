@@ -17,7 +17,7 @@ MESHES += [(2, "contiguous", 1), (3, "contiguous", 2)]
 
 
 def context(cp: int, kind: str, multiple: int):
-    # One rank holds everything, in order.
+    # One rank holds all, padded at its end: a contiguous slice.
     return (Zigzag if kind == "zigzag" and cp > 1 else ContiguousAllGather)(cp, 0, multiple)
 
 
