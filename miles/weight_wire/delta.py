@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from miles.config.files import sync_folder
+from miles.config.json_text import parse_json
 from miles.weight_wire.bucket import SCHEMA, WeightWireError, digest
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -84,7 +85,7 @@ class WeightDelta:
             self._file = safe_open(path, framework="pt")
             metadata = self._file.metadata()
             found = tuple(metadata[key] for key in ("schema", "run_id", "base", "version"))
-            self._table: dict[str, list[Any]] = json.loads(metadata["tensors"])
+            self._table: dict[str, list[Any]] = parse_json(metadata["tensors"])
             self.shapes = {name: tuple(row[0]) for name, row in self._table.items()}
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise WeightWireError(f"{path}: not a weight delta: {error!r}") from error
