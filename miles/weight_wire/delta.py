@@ -29,12 +29,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class WrittenDelta:
-    """`changed` of `elements` differ; `nbytes` is the file's size."""
+    """A finished file; `nbytes` is its size."""
 
     path: Path
     nbytes: int
-    changed: int
-    elements: int
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,11 +53,9 @@ def write_delta(
     """Both maps hold the same names, shapes and dtypes on the CPU. Temporary name, fsync, rename."""
     arrays: dict[str, torch.Tensor] = {}
     table: dict[str, list[object]] = {}
-    changed = elements = 0
     for name, tensor in new.items():
         before, after = bits_of(old[name]), bits_of(tensor)
         index = torch.nonzero(before != after).view(-1)
-        changed, elements = changed + index.numel(), elements + after.numel()
         kind = torch.int32 if after.numel() < 2**31 else torch.int64
         if index.numel() * (kind.itemsize + tensor.element_size()) < after.numel() * tensor.element_size():
             arrays[f"{name}/idx"] = index.to(kind)
@@ -78,7 +74,7 @@ def write_delta(
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(parent)
-    return WrittenDelta(path, path.stat().st_size, changed, elements)
+    return WrittenDelta(path, path.stat().st_size)
 
 
 class WeightDelta:
