@@ -18,7 +18,7 @@ BAD = {
     "ends the process": ("    os._exit(0)", "worker process died"),
     "crashes": ("    ctypes.string_at(0)", "Segmentation fault"),
     "prints without end": ("    while True: print('x' * 1000)", "wrote more than 256 KiB"),
-    "takes all memory": ("    return len(bytearray(1 << 50))", "MemoryError"),
+    "takes more memory than the limit": ("    return len(bytearray(2 << 30))", "MemoryError"),
     "hangs": ("    while True: pass", "no reward within rollout.reward.timeout_s=1"),
     "sleeps": ("    time.sleep(600)", "no reward within rollout.reward.timeout_s=1"),
     "interrupts": ("    raise KeyboardInterrupt", "KeyboardInterrupt"),
@@ -30,7 +30,7 @@ def test_a_failing_function_is_an_error_with_sample_function_place_and_completio
     line, reason = BAD[name]
     options = own_file(HEADER + line + "\n")
     with pytest.raises(RewardError) as caught:
-        judge(["z" * 300], kind="python", options=options, timeout_s=1)
+        judge(["z" * 300], kind="python", options=options, timeout_s=1, memory_gib=1)
     text = str(caught.value)
     assert text.startswith("sample s-0: reward python:")
     assert reason in text
