@@ -86,7 +86,13 @@ def test_the_command_line_names_every_port_and_the_version(model):
 
 
 @pytest.mark.parametrize(
-    ("args", "named"), [({"port": 1}, r"server_args\.port"), ({"nccl_port": 1}, "nccl_port"), ({"x": [1]}, "list")]
+    ("args", "named"),
+    [
+        ({"port": 1}, r"server_args\.port"),
+        ({"nccl_port": 1}, "nccl_port"),
+        ({"x": [1]}, "list"),
+        ({"api_key": "k"}, "everybody's"),
+    ],
 )
 def test_reserved_and_ill_typed_server_arguments_are_refused(model, args, named):
     with pytest.raises(ConfigError, match=named):
