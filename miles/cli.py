@@ -60,7 +60,7 @@ def train(
     console = _RunConsole()
     loaded = load(recipe, overrides or [])
     if dry_run:
-        from miles.recipe.dry_run import describe
+        from miles.orchestrate.dry_run import describe
 
         describe(loaded, overrides or [], console)
         return

@@ -1,4 +1,4 @@
-"""The only reader of environment variables. Every name under our prefix is declared here.
+"""The only reader of environment variables. Every name under our prefix is declared here, and others' that are read.
 
 An undeclared `MILES_*` variable is refused at start, so that a misspelt one cannot be ignored silently.
 `MILES_CI_*` belongs to the `ci` package and is passed over.
@@ -18,6 +18,7 @@ CI_PREFIX = "MILES_CI_"
 VARIABLES: dict[str, str] = {
     "MILES_RUNS_DIR": "folder that holds run folders when the recipe names none (default: runs)",
     "MILES_NO_COLOR": "1: plain terminal output without colour or live tables",
+    "RAY_ADDRESS": "Ray cluster to run on, as `cluster.address` of a recipe",
 }
 
 

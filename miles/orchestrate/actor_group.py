@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,11 @@ from miles.config.errors import MilesError
 from miles.config.files import storage_error
 from miles.orchestrate.actors import EngineActor, TrainWorker
 from miles.orchestrate.errors import RunError
+from miles.orchestrate.node_files import check_nodes
+from miles.orchestrate.node_watch import RESUME_HINT, watching_nodes
+from miles.orchestrate.placement import Placement
+from miles.orchestrate.reservation import Reservation
+from miles.orchestrate.run_folder import RunFolder
 from miles.recipe import Recipe
 from miles.rollout.access import new_token
 from miles.rollout.errors import EngineHttpError, EngineUnreachable
@@ -23,7 +28,6 @@ from miles.sync.errors import EngineSyncError, NoEngineLeft
 STOP_WAIT_S = 5.0
 # A full or read-only disk is the user's to mend, wherever it was met.
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-RESUME_HINT = "what was saved is kept: run the same command again to resume"
 # What a dead engine looks like to those that talk to it; the next life of the run starts others.
 ENGINE_LOST = (EngineUnreachable, EngineHttpError, EngineSyncError, NoEngineLeft)
 
@@ -99,56 +103,76 @@ def saying_how_to_resume() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def running_actors(recipe: Recipe, model_dir: Path, checkpoints: Path, logs: Path) -> AsyncIterator[ActorGroup]:
+async def running_actors(
+    recipe: Recipe, placement: Placement, model_dir: Path, folder: RunFolder
+) -> AsyncIterator[ActorGroup]:
     """Start engines and trainer ranks side by side, load or resume, connect the weight sync; stop them at the end."""
-    world, count = recipe.train.parallel.world_size, recipe.engine.count
-    place = _placement(world + count)
-    token = new_token()
-    engines = [
-        place(EngineActor, world + index).remote(recipe, model_dir, index, logs, token) for index in range(count)
-    ]
-    workers = [place(TrainWorker, rank).remote(recipe, model_dir, rank) for rank in range(world)]
-    actors = ActorGroup(recipe.run.timeout_s, workers, engines, token=token)
-    try:
-        with saying_how_to_resume():
-            await _start(actors, checkpoints)
-            yield actors
-    finally:
-        await _stop(actors)
+    recipe, model_dir, run = _with_whole_paths(recipe), model_dir.absolute(), RunFolder(folder.path.absolute())
+    async with _reserved(recipe, placement, run.path, model_dir) as reservation:
+        token = new_token()
+        engines = [
+            reservation.actor(EngineActor, device).remote(
+                recipe, model_dir, index, device, placement.engine_host(index, recipe.engine.host), run.logs, token
+            )
+            for index, device in enumerate(placement.engine_devices)
+        ]
+        actors = ActorGroup(
+            recipe.run.timeout_s, _trainers(reservation, recipe, placement, model_dir), engines, token=token
+        )
+        try:
+            with saying_how_to_resume():
+                async with watching_nodes(placement):
+                    await _start(actors, placement, run.checkpoints)
+                    yield actors
+        finally:
+            await _stop(actors)
 
 
 @contextlib.asynccontextmanager
-async def running_trainers(recipe: Recipe, model_dir: Path) -> AsyncIterator[ActorGroup]:
-    """Trainer ranks alone, nothing loaded."""
-    world = recipe.train.parallel.world_size
-    place = _placement(world)
-    actors = ActorGroup(
-        recipe.run.timeout_s, [place(TrainWorker, rank).remote(recipe, model_dir, rank) for rank in range(world)], []
-    )
+async def running_trainers(
+    recipe: Recipe, placement: Placement, model_dir: Path, bundle: Path
+) -> AsyncIterator[ActorGroup]:
+    """Trainer ranks alone, nothing loaded. `bundle`: the folder that they read."""
+    recipe, model_dir = _with_whole_paths(recipe), model_dir.absolute()
+    async with _reserved(recipe, placement, bundle.absolute(), model_dir) as reservation:
+        actors = ActorGroup(recipe.run.timeout_s, _trainers(reservation, recipe, placement, model_dir), [])
+        try:
+            async with watching_nodes(placement):
+                yield actors
+        finally:
+            await _stop(actors)
+
+
+@contextlib.asynccontextmanager
+async def _reserved(recipe: Recipe, placement: Placement, shared: Path, model_dir: Path) -> AsyncIterator[Reservation]:
+    """The placement's reservation, on nodes that see the folders."""
+    reservation = await asyncio.to_thread(Reservation, placement, wait_s=recipe.run.timeout_s)
     try:
-        yield actors
+        models = [model_dir, *([Path(recipe.algo.teacher)] if recipe.algo.teacher is not None else [])]
+        await asyncio.to_thread(check_nodes, reservation, placement, shared, models)
+        yield reservation
     finally:
-        await _stop(actors)
+        reservation.give_back()
 
 
-def _placement(bundles: int) -> Callable[[type, int], Any]:
-    """A placement group of one-CPU bundles; the result makes an actor class bound to one of them."""
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    group = ray.util.placement_group([{"CPU": 1}] * bundles, strategy="PACK")
-
-    def place(actor: type, bundle: int) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        # A dead actor is not restarted behind the loop's back: its state would be of another step.
-        return ray.remote(actor).options(num_cpus=1, max_restarts=0, max_task_retries=0, scheduling_strategy=strategy)
-
-    return place
+def _trainers(reservation: Reservation, recipe: Recipe, placement: Placement, model_dir: Path) -> list[Any]:
+    return [
+        reservation.actor(TrainWorker, device).remote(recipe, model_dir, rank, device)
+        for rank, device in enumerate(placement.trainer_devices)
+    ]
 
 
-async def _start(actors: ActorGroup, checkpoints: Path) -> None:
+def _with_whole_paths(recipe: Recipe) -> Recipe:
+    """Actors on other nodes have another working folder."""
+    teacher, sync = recipe.algo.teacher, recipe.sync.directory
+    algo = recipe.algo.model_copy(update={"teacher": None if teacher is None else str(Path(teacher).absolute())})
+    moved = recipe.sync.model_copy(update={"directory": None if sync is None else str(Path(sync).absolute())})
+    return recipe.model_copy(update={"algo": algo, "sync": moved})
+
+
+async def _start(actors: ActorGroup, placement: Placement, checkpoints: Path) -> None:
     async def trainers() -> list[dict[str, Any]]:
-        address, port = (await actors.on_workers("offer_port", [()], ranks=[0]))[0]
+        address, port = (await actors.on_workers("offer_port", [(placement.meeting_address,)], ranks=[0]))[0]
         return await actors.on_all_workers("start", address, port, checkpoints)
 
     states, engines = await asyncio.gather(trainers(), actors.on_engines("ready"))

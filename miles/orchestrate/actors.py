@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from miles.orchestrate.errors import RunError
+from miles.orchestrate.network import use_interface_of
+from miles.orchestrate.placement import LOOPBACK, Device
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -31,11 +35,24 @@ class Recording:
     weight_version: int
 
 
+def torch_device(device: Device) -> str:
+    """The name of a placed device inside this actor: Ray shows an actor the GPU of its bundle and no other."""
+    import ray
+
+    if device.kind == "cpu":
+        return "cpu"
+    given = ray.get_gpu_ids()
+    if len(given) != 1:
+        raise RunError(f"Ray gave this actor the GPUs {given}, but its place is one GPU ({device})")
+    return "cuda:0"
+
+
 class TrainWorker:
     """One rank of the training mesh."""
 
-    def __init__(self, recipe: Recipe, model_dir: Path, rank: int) -> None:
-        self._recipe, self._model_dir, self._rank = recipe, model_dir, rank
+    def __init__(self, recipe: Recipe, model_dir: Path, rank: int, device: Device) -> None:
+        self._recipe, self._model_dir, self._rank, self._device = recipe, model_dir, rank, device
+        self._listener: socket.socket | None = None
         self._backend: Any = None
         self._pusher: Any = None
         self._hook: Any = None
@@ -43,11 +60,11 @@ class TrainWorker:
     def pid(self) -> int:
         return os.getpid()
 
-    def offer_port(self) -> tuple[str, int]:
-        """An address for the mesh to meet at; called on rank 0 only."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return "127.0.0.1", probe.getsockname()[1]
+    def offer_port(self, address: str) -> tuple[str, int]:
+        """Listen on a free port of `address` for the mesh to meet at; called on rank 0 only."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        return address, self._listener.getsockname()[1]
 
     def start(self, address: str, port: int, checkpoints: Path) -> dict[str, Any]:
         """Join the mesh, load the newest checkpoint or the model folder.
@@ -72,8 +89,17 @@ class TrainWorker:
         self._hook = FakeQATHook(
             self._recipe.quant, model_dir=self._model_dir, group=lambda: self._backend.mesh.expert_tp
         )
+        if address != LOOPBACK:
+            use_interface_of(address)
         self._backend = build_backend(
-            self._recipe, self._model_dir, rank=self._rank, address=address, port=port, install=self._hook
+            self._recipe,
+            self._model_dir,
+            rank=self._rank,
+            device=torch_device(self._device),
+            address=address,
+            port=port,
+            listener=self._listener,
+            install=self._hook,
         )
         self._backend.init()
 
@@ -150,12 +176,16 @@ class TrainWorker:
             self._pusher.close()
         if self._backend is not None:
             self._backend.close()
+        if self._listener is not None:
+            self._listener.close()
 
 
 class EngineActor:
     """Owns one rollout engine process on its host."""
 
-    def __init__(self, recipe: Recipe, model_dir: Path, index: int, logs: Path, token: str) -> None:
+    def __init__(
+        self, recipe: Recipe, model_dir: Path, index: int, device: Device, host: str, logs: Path, token: str
+    ) -> None:
         from miles.orchestrate.backends import start_engine
 
         self._config = recipe.engine
@@ -163,7 +193,8 @@ class EngineActor:
         self._handle: Any = None
         self._failure: Exception | None = None
         try:
-            self._starting = start_engine(recipe.engine, model_dir, log_path=logs / f"engine-{index}.log", token=token)
+            self._config = recipe.engine.model_copy(update={"device": torch_device(device), "host": host})
+            self._starting = start_engine(self._config, model_dir, log_path=logs / f"engine-{index}.log", token=token)
         except Exception as error:
             # Ray reports what a constructor raises as a dead actor, without the error's class: `ready` raises it.
             self._failure = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,15 @@ def build_backend(
     model_dir: Path,
     *,
     rank: int,
+    device: str,
     address: str,
     port: int,
+    listener: socket.socket | None = None,
     install: Callable[[Any], None] | None = None,
 ) -> MegatronBackend:
-    """A backend for `rank`; it joins its mesh at `address:port` when `init` is called.
+    """A backend for `rank` on `device` (cpu, cuda:N); it joins its mesh at `address:port` when `init` is called.
 
-    `install` is called with each model chunk before it is used (fake quantisation).
+    `listener`: rank 0's socket on that port. `install` is called with each model chunk before it is used (fake quantisation).
     """
     from miles.train.megatron.backend import MegatronBackend
 
@@ -40,6 +43,7 @@ def build_backend(
         algo=recipe.algo,
         model_dir=model_dir,
         rank=rank,
+        device=device,
         world_size=recipe.train.parallel.world_size,
         master_addr=address,
         master_port=port,
@@ -47,6 +51,7 @@ def build_backend(
         temperature=recipe.rollout.temperature,
         rope_kind=recipe.model.rope.type,
         install=install,
+        listener=listener,
     )
 
 

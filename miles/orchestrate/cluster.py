@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ class Cluster:
 def local_cluster(*, cpus: int, gpus: int = 0) -> Iterator[Cluster]:
     """Start Ray with `cpus` logical CPU slots (one per actor), yield, stop it and remove its folder."""
     _remove_stale_folders()
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_base()))
     # Held until this process ends: a folder whose lock can be taken belongs to nobody.
     lock = (folder / "lock").open("w")
@@ -57,27 +56,42 @@ def local_cluster(*, cpus: int, gpus: int = 0) -> Iterator[Cluster]:
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
-    try:
-        ray = _import_ray()
-        try:
-            _start(ray, folder, cpus=cpus, gpus=gpus)
-            _set_handlers(handlers)
-            yield Cluster(folder=folder)
-        finally:
-            # A second Ctrl-C must not keep Ray from being stopped; the wait is bounded.
-            _set_handlers(dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN))
-            ray.shutdown()
-    finally:
+
+    def sweep() -> None:
         assert sweeper.stdin is not None
         sweeper.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             sweeper.wait(SWEEP_WAIT_S)
-        _set_handlers(handlers)
+
+    try:
+        ray = _import_ray()
+        with keeping_signal_handlers(ray.shutdown, sweep) as started:
+            _start(ray, folder, cpus=cpus, gpus=gpus)
+            started()
+            yield Cluster(folder=folder)
+    finally:
+        sweep()
         lock.close()
 
 
+@contextlib.contextmanager
+def keeping_signal_handlers(*stops: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """Ray takes SIGTERM for itself: call what is yielded when it has. `stops` run at the end, with signals ignored."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield lambda: _set_handlers(handlers)
+    finally:
+        # A second Ctrl-C must not keep Ray from being stopped; the wait is bounded.
+        _set_handlers(dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN))
+        try:
+            for stop in stops:
+                stop()
+        finally:
+            _set_handlers(handlers)
+
+
 def _set_handlers(handlers: Mapping[int, Any]) -> None:
-    """Ray takes SIGTERM for itself; only the main thread may set handlers."""
+    """Only the main thread may set handlers."""
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -14,8 +14,10 @@ from miles.config.overrides import apply_overrides
 from miles.config.validation import validate
 from miles.data.step_bundle import StepBundle, StepFailure, load_bundle
 from miles.orchestrate.actor_group import ActorGroup, running_trainers
-from miles.orchestrate.cluster import local_cluster
 from miles.orchestrate.errors import RunError
+from miles.orchestrate.placed_cluster import placed_cluster
+from miles.orchestrate.placement import Placement
+from miles.recipe.placement import ClusterConfig
 from miles.recipe.schema import Recipe
 from miles.train.step_replay import COMPARED, ReplayReport, manifest_value
 
@@ -40,13 +42,14 @@ def replay(
     if overrides and mode == "bit":
         raise ConfigError(f"--set {overrides[0]}: identical bits need the recorded settings; use --mode close")
     bundle = load_bundle(folder)
-    recipe = _recipe(bundle, folder, overrides)
+    # Replayed here, or on the cluster of RAY_ADDRESS: the recorded one says where the run was.
+    recipe = _recipe(bundle, folder, overrides).model_copy(update={"cluster": ClusterConfig()})
     model_dir = model_folder(folder, Path(manifest_value(bundle, folder, "model_dir")), model)
     world = recipe.train.parallel.world_size
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"--rank {rank}: the step is replayed by ranks 0 to {world - 1}")
-    with local_cluster(cpus=world):
-        reports = asyncio.run(_run(folder, recipe, model_dir, cast(Mode, mode), bundle.failure))
+    with placed_cluster(recipe, engines=False) as placement:
+        reports = asyncio.run(_run(folder, recipe, placement, model_dir, cast(Mode, mode), bundle.failure))
     chosen = [report for number, report in sorted(reports.items()) if rank in (None, number)]
     if not chosen:
         raise RunError(f"{folder}: rank {rank} waited for another rank, whose step failed; leave --rank out")
@@ -97,11 +100,11 @@ def _print(report: ReplayReport, console: Console) -> None:
 
 
 async def _run(
-    folder: Path, recipe: Recipe, model_dir: Path, mode: Mode, failure: StepFailure | None
+    folder: Path, recipe: Recipe, placement: Placement, model_dir: Path, mode: Mode, failure: StepFailure | None
 ) -> dict[int, ReplayReport]:
     """Reports by rank."""
-    async with running_trainers(recipe, model_dir) as actors:
-        address, port = (await actors.on_workers("offer_port", [()], ranks=[0]))[0]
+    async with running_trainers(recipe, placement, model_dir, folder) as actors:
+        address, port = (await actors.on_workers("offer_port", [(placement.meeting_address,)], ranks=[0]))[0]
         arguments = (address, port, folder.resolve(), mode)
         if failure is None:
             return dict(enumerate(await actors.on_all_workers("replay", *arguments)))

@@ -25,12 +25,13 @@ from miles.observe.reward_report import MEAN_OVER, write_reward_report
 from miles.observe.tensorboard_events import TensorBoardEvents
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.backends import open_rollout
-from miles.orchestrate.cluster import local_cluster
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
+from miles.orchestrate.placed_cluster import placed_cluster
+from miles.orchestrate.placement import Placement
 from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.orchestrate.schedule import schedule_config
@@ -70,7 +71,6 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             return Outcome(finished["line"], finished)
         check_or_record(recipe, folder)
         model_dir = prepare_model(recipe, folder)
-        cpus = recipe.train.parallel.world_size + recipe.engine.count
         progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
         try:
             tokenizer = Tokenizer(model_dir)
@@ -78,9 +78,9 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             with (
                 # Worker processes of rewards start beside Ray's.
                 _started_rewards(recipe, tokenizer) as rewards,
-                local_cluster(cpus=cpus, gpus=recipe.placement.gpus_per_node),
+                placed_cluster(recipe) as placement,
             ):
-                session = _Session(recipe, folder, model_dir, progress, tokenizer, rewards)
+                session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards)
                 rows, evaluation = asyncio.run(session.run())
                 # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, evaluation, started)
@@ -109,19 +109,21 @@ class _Session:
     def __init__(
         self,
         recipe: Recipe,
+        placement: Placement,
         folder: RunFolder,
         model_dir: Path,
         progress: Progress,
         tokenizer: Tokenizer,
         rewards: RewardPool,
     ) -> None:
+        self.placement = placement
         self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
         self.tokenizer, self.rewards = tokenizer, rewards
 
     async def run(self) -> tuple[list[Row], dict[str, float]]:
         recipe, folder = self.recipe, self.folder
         self.progress.stage("starting trainer and engine")
-        async with running_actors(recipe, self.model_dir, folder.checkpoints, folder.logs) as actors:
+        async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
             prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
             engines = EnginePool(
                 actors.engine_urls,

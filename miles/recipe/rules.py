@@ -16,9 +16,6 @@ from miles.recipe import dtype_rules, idle_rules, measured, nvfp4_rules, tokeniz
 from miles.recipe.inputs import check_files, first_prompts
 from miles.recipe.schema import Recipe
 
-# Actors of one host, each a process with its own copy of torch: more than any machine has cores for.
-MOST_PROCESSES = 1024
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -209,21 +206,41 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
 def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
-    world = recipe.train.parallel.world_size
-    if world + recipe.engine.count > MOST_PROCESSES:
+    if ":" in recipe.engine.device:
+        message = f"engine.device {recipe.engine.device} names one device, and the placement gives each engine its own"
+        yield Finding("DEVICES", "error", message, "use engine.device=cuda; CUDA_VISIBLE_DEVICES limits what is used")
+    if recipe.placement.mode == "colocated":
         message = (
-            f"train.parallel makes {world} trainer ranks (tp x pp x cp x dp) beside engine.count {recipe.engine.count}; "
-            f"one host starts at most {MOST_PROCESSES} processes"
+            "placement.mode colocated needs engines that hand their memory over, which the loop does not drive yet"
         )
-        yield Finding("DEVICES", "error", message, "lower train.parallel.dp or engine.count")
-    if recipe.train.device == "cuda" and recipe.placement.gpus_per_node < world:
-        message = f"train.device cuda needs {world} GPUs, placement.gpus_per_node is {recipe.placement.gpus_per_node}"
-        yield Finding("DEVICES", "error", message, f"set placement.gpus_per_node to at least {world}")
+        yield Finding("DEVICES", "error", message, "use placement.mode=disaggregated")
+    if recipe.placement.mode == "colocated" and recipe.rollout.max_staleness:
+        message = (
+            f"placement.mode colocated has no engines while the trainer trains, and rollout.max_staleness "
+            f"{recipe.rollout.max_staleness} has them generate meanwhile"
+        )
+        yield Finding("DEVICES", "error", message, "set rollout.max_staleness=0 or placement.mode=disaggregated")
 
 
 def _quantisation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     for message, fix in nvfp4_rules.objections(recipe, facts.hf_config, facts.where):
         yield Finding("NVFP4-CONTRACT", "error", message, fix)
+
+
+def _fused(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    from miles.algos.fusable import why_not_fused
+
+    del facts
+    algo = recipe.algo
+    scored = algo.needs_old_log_probs or algo.correction.bypass or recipe.several_steps
+    reason = why_not_fused(
+        algo,
+        tensor_parallel=recipe.train.parallel.tp,
+        on_policy=not scored,
+        on_support=recipe.rollout.needs_sampling_mask and algo.support_log_probs == "auto",
+    )
+    if recipe.train.fused_loss == "on" and reason is not None:
+        yield Finding("FUSED", "error", f"train.fused_loss is on but {reason}", "use train.fused_loss=auto")
 
 
 def _dtypes(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -260,11 +277,14 @@ RULES: tuple[Rule, ...] = (
     Rule("TEACHER", "Distillation needs a teacher's scores of the policy's answers.", _teacher),
     Rule("SUPPORT", "Exact KL is a sum over the sampler's support, so there must be one.", _support),
     Rule("ROLLOUT-MODE", "Only combinations that the loop drives may start.", _rollout_mode),
-    Rule("DEVICES", "Every trainer rank on a GPU needs one, and every rank and engine is a process.", _devices),
+    Rule(
+        "DEVICES", "The placement alone gives out devices, and colocated engines stand still while training.", _devices
+    ),
     Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
     Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
+    Rule("FUSED", "A fused loss has kernels for some algorithms on unsplit logits only.", _fused),
     Rule("DTYPE", "Trainer and engine that compute in different dtypes give one token two log-probs.", _dtypes),
     Rule("IDLE", "An option that acts nowhere in this run promises what does not happen.", _idle),
     Rule("MEASURED", "A bound on what no step reports would stop the run, at its first step or its last.", _bounds),

@@ -1,4 +1,4 @@
-"""How a run goes: how long, when it saves, where it writes, what must have come out, where actors are placed."""
+"""How a run goes: how long, when it saves, where it writes, what must have come out."""
 
 from __future__ import annotations
 
@@ -33,25 +33,6 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"run.replay_steps has {', '.join(map(str, wrong))}, but run.steps {self.steps} makes the steps 0 to "
                 f"{self.steps - 1}; name steps of this run"
-            )
-        return self
-
-
-class PlacementConfig(StrictModel):
-    """Where actors run. One host: every trainer rank and engine is one bundle of a placement group."""
-
-    mode: Literal["colocated", "disaggregated"] = "disaggregated"
-    nodes: int = Field(default=1, ge=1)
-    gpus_per_node: int = Field(default=0, ge=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> PlacementConfig:
-        if self.nodes > 1:
-            raise ValueError(f"placement.nodes is {self.nodes}; this version starts one host: set nodes to 1")
-        if self.mode == "colocated":
-            raise ValueError(
-                "placement.mode colocated needs engines that hand their device memory over, which the loop does not "
-                "drive yet; use disaggregated"
             )
         return self
 

@@ -13,7 +13,8 @@ from miles.config import StrictModel, metric_names, user_code
 from miles.data.config import DataConfig
 from miles.models.config import ModelConfig
 from miles.quant.config import QuantConfig
-from miles.recipe.run import Expectation, PlacementConfig, RunConfig, Validation
+from miles.recipe.placement import ClusterConfig, PlacementConfig
+from miles.recipe.run import Expectation, RunConfig, Validation
 from miles.rollout.config import EngineConfig, RolloutConfig
 from miles.sync.config import SyncConfig
 from miles.train.config import TrainConfig
@@ -36,6 +37,7 @@ class Recipe(StrictModel):
     sync: SyncConfig = SyncConfig()
     quant: QuantConfig = QuantConfig()
     placement: PlacementConfig = PlacementConfig()
+    cluster: ClusterConfig = ClusterConfig()
     expect: dict[str, Expectation] = Field(default_factory=dict)
     validation: Validation = Validation()
 
@@ -77,8 +79,15 @@ class Recipe(StrictModel):
 
 
 def canonical_json(recipe: Recipe) -> str:
-    """The resolved recipe with sorted keys and no blanks: the text that the digest is taken of."""
-    return json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    """The resolved recipe with sorted keys and no blanks: the text that the digest is taken of.
+
+    `cluster` is left out: a run goes on where there is room for it.
+    """
+    return json.dumps(_determining(recipe), sort_keys=True, separators=(",", ":"))
+
+
+def _determining(recipe: Recipe) -> dict[str, object]:
+    return recipe.model_dump(mode="json", exclude={"cluster"})
 
 
 def digest(recipe: Recipe) -> str:
@@ -88,7 +97,7 @@ def digest(recipe: Recipe) -> str:
 
 def differences(left: Recipe, right: Recipe) -> list[str]:
     """`key: a -> b` for every resolved leaf that differs, in key order."""
-    first, second = _leaves(left.model_dump(mode="json")), _leaves(right.model_dump(mode="json"))
+    first, second = _leaves(_determining(left)), _leaves(_determining(right))
     keys = sorted(first.keys() | second.keys())
     return [f"{key}: {first.get(key)} -> {second.get(key)}" for key in keys if first.get(key) != second.get(key)]
 

@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 120
@@ -34,12 +36,22 @@ class Runs:
     temporary: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def command(self, name: str, *sets: str, recipe: str = "recipes/quickstart.yaml", fresh: bool = False) -> list[str]:
+    def command(
+        self,
+        name: str,
+        *sets: str,
+        recipe: str = "recipes/quickstart.yaml",
+        fresh: bool = False,
+        dry_run: bool = False,
+    ) -> list[str]:
         options = [f"name={name}", f"run.directory={self.folder}", *sets]
         command = [sys.executable, "-m", "miles.cli", "train", recipe]
-        return command + [word for text in options for word in ("--set", text)] + (["--fresh"] if fresh else [])
+        command += [word for text in options for word in ("--set", text)]
+        return command + ["--fresh"] * fresh + ["--dry-run"] * dry_run
 
-    def start(self, name: str, *sets: str, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, name: str, *sets: str, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             self.command(name, *sets, **options),
             cwd=ROOT,
@@ -47,7 +59,7 @@ class Runs:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), **(environment or {})},
         )
         self.started.append(process)
         return process
@@ -83,13 +95,6 @@ class Runs:
             elif "miles.rollout.engines.embedded" in words:
                 found["engine"].append(child)
         return found
-
-
-def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {limit_s:g} s for {what}"
-        time.sleep(0.02)
 
 
 def run_processes(folder: Path) -> list[str]:

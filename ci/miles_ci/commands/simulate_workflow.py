@@ -81,7 +81,9 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError(f"--input {key}: {name} has no such input{suggestion(key, known_inputs)}")
     event = Event(args.event, _payload(args.payload), inputs, cancelled=args.cancelled)
     resolve = local_resolver(workflows)
-    outcomes = _with_gates(simulate(workflows[name], event, outcomes, resolve=resolve), outcomes, args.cancelled)
+    outcomes = _with_required_checks(
+        simulate(workflows[name], event, outcomes, resolve=resolve), outcomes, args.cancelled
+    )
     states = simulate(workflows[name], event, outcomes, resolve=resolve)
     if args.format == "json":
         print(json.dumps(_as_json(states), indent=2))
@@ -164,7 +166,7 @@ def _outcomes(args: argparse.Namespace, workflows: Any, name: str, given: dict[s
     return outcomes
 
 
-def _with_gates(states: Any, outcomes: dict[str, Any], cancelled: bool, prefix: str = "") -> dict[str, Any]:
+def _with_required_checks(states: Any, outcomes: dict[str, Any], cancelled: bool, prefix: str = "") -> dict[str, Any]:
     """Add what each required check would say of these results (unless its result was given)."""
     from miles_ci.bot.required_check import judge
     from miles_ci.workflows.simulate import Outcome
@@ -172,7 +174,7 @@ def _with_gates(states: Any, outcomes: dict[str, Any], cancelled: bool, prefix: 
     out = dict(outcomes)
     for name, state in states.items():
         if state.inner:
-            out |= _with_gates(state.inner, outcomes, cancelled, f"{prefix}{name}/")
+            out |= _with_required_checks(state.inner, outcomes, cancelled, f"{prefix}{name}/")
     if "required-check" in states and f"{prefix}required-check" not in outcomes:
         plan = states["plan"]
         counts = {

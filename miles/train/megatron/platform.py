@@ -48,15 +48,16 @@ def megatron_version() -> str:
         raise PlatformError("megatron-core is not installed; install the package 'megatron-core'") from None
 
 
-def choose_platform(device: str, local_rank: int = 0) -> Platform:
-    """`auto` takes a GPU if one is visible. Asking for cuda without one is an error."""
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise PlatformError("train.device is cuda but no GPU is visible; use train.device=cpu or auto")
-    if device == "cpu" or not available:
-        return Platform(torch.device("cpu"), "gloo")
-    torch.cuda.set_device(local_rank)
-    return Platform(torch.device("cuda", local_rank), "nccl")
+def choose_platform(device: str) -> Platform:
+    """The platform of the device that the placement gave: `cpu` or `cuda:N`, N among those that this process sees."""
+    chosen = torch.device(device)
+    if chosen.type == "cpu":
+        return Platform(chosen, "gloo")
+    count = torch.cuda.device_count()
+    if chosen.type != "cuda" or chosen.index is None or chosen.index >= count:
+        raise PlatformError(f"this rank was placed on {device}, but it sees {count} GPUs; use train.device=cpu or auto")
+    torch.cuda.set_device(chosen)
+    return Platform(chosen, "nccl")
 
 
 def apply_cpu_shim() -> tuple[Symbol, ...]:

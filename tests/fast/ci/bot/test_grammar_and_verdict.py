@@ -8,7 +8,8 @@ import pytest
 
 from miles_ci.bot.grammar import Command, Problem, parse_commands
 from miles_ci.bot.marker import Marker, ours, parse_marker
-from miles_ci.bot.rerun.verdict import RESULTS, verdict
+from miles_ci.bot.rerun.verdict import verdict
+from miles_ci.workflows.simulate import JOB_RESULTS
 
 GOOD = "tests/fast/ci/bot/test_x.py"
 
@@ -122,7 +123,7 @@ def test_a_marker_typed_by_a_person_is_ignored() -> None:
 def expected(resolve: str, legs: tuple[str, ...], observed: int) -> str:
     """The table of the specification, row by row."""
     words = (resolve, *legs)
-    if any(word not in RESULTS for word in words):
+    if any(word not in JOB_RESULTS for word in words):
         return "failed"
     if resolve == "cancelled":
         return "cancelled"
@@ -138,7 +139,7 @@ def expected(resolve: str, legs: tuple[str, ...], observed: int) -> str:
 
 
 def test_the_outcome_table_is_total_over_all_words() -> None:
-    words = (*RESULTS, "", "neutral")
+    words = (*JOB_RESULTS, "", "neutral")
     for resolve, count in itertools.product(words, range(3)):
         for legs in itertools.product(words, repeat=count):
             for observed in (0, 1):

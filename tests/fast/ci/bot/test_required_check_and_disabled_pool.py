@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from miles_ci.bot.github import Client
-from miles_ci.bot.required_check import RESULTS, judge, needs_of
+from miles_ci.bot.required_check import judge, needs_of
 from miles_ci.bot.runs import read_run
 from miles_ci.bot.status_card import collect, make_card
 from miles_ci.cli import main
@@ -19,7 +19,7 @@ from miles_ci.registry import load_fleet
 from miles_ci.report.cards import lark, pr_comment, summary
 from miles_ci.workflows.generate import render
 from miles_ci.workflows.model import Workflow
-from miles_ci.workflows.simulate import Event, Outcome, local_resolver, simulate
+from miles_ci.workflows.simulate import JOB_RESULTS, Event, Outcome, local_resolver, simulate
 from tests.fast.ci.bot.conftest import ROOT, Job
 from tests.fast.ci.bot.helpers.github_server import GitHub
 
@@ -29,7 +29,7 @@ ROCM = ["stage-c-4-gpu-mi300x", "stage-c-4-gpu-mi355x"]
 
 def test_the_bound_passes_exactly_as_specified() -> None:
     stages = ["a", "b"]
-    for plan, ra, rb in itertools.product(RESULTS, repeat=3):
+    for plan, ra, rb in itertools.product(JOB_RESULTS, repeat=3):
         for ca, cb, left_out, cancelled in itertools.product((0, 2), (0, 2), ((), ("x",)), (False, True)):
             got = judge(
                 needs={"plan": plan, "a": ra, "b": rb},
@@ -203,9 +203,9 @@ def test_a_never_executed_shard_fails_the_check(job: Job, checkout: Path) -> Non
     assert "never executed: " in outputs["summary"]
 
 
-def test_act_prints_which_jobs_would_run_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulation_prints_which_jobs_would_run_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
-        "act",
+        "simulate-workflow",
         "--root",
         str(ROOT),
         "--event",
@@ -225,7 +225,7 @@ def test_act_prints_which_jobs_would_run_and_why(capsys: pytest.CaptureFixture[s
     assert (
         main(
             [
-                "act",
+                "simulate-workflow",
                 "--root",
                 str(ROOT),
                 "--workflow",
@@ -252,4 +252,4 @@ def test_act_prints_which_jobs_would_run_and_why(capsys: pytest.CaptureFixture[s
     ],
 )
 def test_act_refuses_what_it_does_not_know(extra: list[str]) -> None:
-    assert main(["act", "--root", str(ROOT), "--event", "pull_request", *extra]) == 2
+    assert main(["simulate-workflow", "--root", str(ROOT), "--event", "pull_request", *extra]) == 2

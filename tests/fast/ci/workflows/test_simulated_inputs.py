@@ -13,7 +13,7 @@ from tests.fast.ci.helpers.trees import REPOSITORY
 
 
 def act(*arguments: str) -> int:
-    return main(["act", "--root", str(REPOSITORY), *arguments])
+    return main(["simulate-workflow", "--root", str(REPOSITORY), *arguments])
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_the_counterexample_says_what_to_look_at(workflows: Mapping[str, Workflo
     assert lines[0] == "pr-test.yml: job stage-c-8-gpu-h200 must RUN but is SKIPPED when"
     assert violation.weight == 2  # one bad result and one bypass, nothing else
     assert any("needs.stage-a-cpu.result" in line for line in lines)
-    assert lines[-2] == "  rule: gating table"
+    assert lines[-2] == "  rule: table of needed suites"
     assert violation.text() in (ROOT / "docs/ci/workflows.md").read_text()  # the guide shows this very case
 
 

@@ -27,7 +27,7 @@ def finished(
     def start(*_: object, **__: object) -> None:
         pytest.fail("a finished run starts nothing")
 
-    monkeypatch.setattr("miles.orchestrate.train.local_cluster", start)
+    monkeypatch.setattr("miles.orchestrate.train.placed_cluster", start)
 
     def make(least: float) -> tuple[Recipe, RunFolder]:
         made = recipe(run={"steps": 3}, expect={"rollout/reward_mean": {"min": least, "over": 2}})

@@ -76,7 +76,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return {rank: ReplayReport(3, "close", {}, {}, ()) for rank in range(recipe.train.parallel.world_size)}
 
     monkeypatch.setattr(module, "_run", run)
-    monkeypatch.setattr(module, "local_cluster", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(module, "placed_cluster", lambda *_, **__: contextlib.nullcontext())
     return recipes
 
 

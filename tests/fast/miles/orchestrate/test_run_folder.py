@@ -190,3 +190,9 @@ def test_a_started_process_does_not_inherit_the_lock(recipe: Make) -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_run_keeps_its_folder_on_another_cluster(recipe) -> None:
+    here = locate(recipe(), [])
+    assert locate(recipe(cluster={"address": "head:6379"}), ["cluster.address=head:6379"]) == here
+    assert locate(recipe(seed=1), ["seed=1", "cluster.wait_s=5"]) == locate(recipe(seed=1), ["seed=1"])

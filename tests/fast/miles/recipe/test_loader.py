@@ -11,8 +11,8 @@ import yaml
 from rich.console import Console
 
 from miles.config import ConfigError
+from miles.orchestrate.dry_run import describe, parameter_count
 from miles.recipe import digest, load
-from miles.recipe.dry_run import describe, parameter_count
 
 ROOT = Path(__file__).resolve().parents[4]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -41,7 +41,7 @@ def test_shipped_recipes_have_the_names_of_their_files() -> None:
 def test_dry_run_imports_neither_torch_nor_ray() -> None:
     code = (
         "import sys; from pathlib import Path; from rich.console import Console\n"
-        "from miles.recipe import load; from miles.recipe.dry_run import describe\n"
+        "from miles.recipe import load; from miles.orchestrate.dry_run import describe\n"
         "describe(load(Path('recipes/quickstart.yaml')), [], Console())\n"
         "print('LOADED', sorted({'torch', 'ray', 'transformers', 'megatron'} & set(sys.modules)))"
     )
@@ -112,8 +112,12 @@ def test_fault_is_reported_where_its_value_was_written(tmp_path: Path) -> None:
     [
         (["rollout.group_size=1"], "raise rollout.group_size to 2 or more"),
         (["train.parallel.sp=true"], "needs tp > 1"),
-        (["placement.nodes=2"], "set nodes to 1"),
-        (["placement.mode=colocated"], "use disaggregated"),
+        (["cluster.address='ray://head:10001'"], "start it there with the address host:port of the head, or auto"),
+        (
+            ["cluster.address=head"],
+            "cluster.address: 'head' is no address of a Ray cluster; use host:port, auto, or local",
+        ),
+        (["cluster.address='head:70000'"], "is no address of a Ray cluster"),
         (["data.held_out_fraction=0"], "or run.evaluate_prompts to 0"),
         (["validation={status: validated}"], "needs validation.hardware and validation.date"),
         (["expect={x: {}}"], "needs min, max or both"),

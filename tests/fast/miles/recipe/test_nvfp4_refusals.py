@@ -16,13 +16,13 @@ from miles.data.tokenizer import build_char_tokenizer
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.models.config import ModelShape
 from miles.models.create import create_checkpoint
+from miles.orchestrate.dry_run import describe
 from miles.orchestrate.preflight import check_inputs
 from miles.quant import contract
 from miles.quant.contract import nvfp4_contract
 from miles.quant.convert import bf16_to_fp8, to_nvfp4
 from miles.quant.scope import Scope
 from miles.recipe import load
-from miles.recipe.dry_run import describe
 from miles.recipe.rules import check_or_raise
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -15,8 +15,8 @@ from miles.config import ConfigError
 from miles.config.metric_names import METRICS, REFUSED
 from miles.data.tokenizer import build_char_tokenizer
 from miles.models.create import create_checkpoint
+from miles.orchestrate.dry_run import describe
 from miles.recipe import load
-from miles.recipe.dry_run import describe
 from miles.recipe.rules import check_or_raise
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -79,7 +79,11 @@ def test_devices_of_the_engine_are_accepted(device: str) -> None:
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["train.parallel.dp=1000000"], "[DEVICES] train.parallel makes 1000000 trainer ranks"),
+        (["engine.device='cuda:3'"], "[DEVICES] engine.device cuda:3 names one device, and the placement gives each"),
+        (
+            ["placement.mode=colocated", "rollout.max_staleness=1", "algo.correction.bypass=true"],
+            "rollout.max_staleness 1 has them generate meanwhile; set rollout.max_staleness=0 or placement.mode=disagg",
+        ),
         (["rollout.max_context=2"], "[SEQ-FIT] rollout.max_context 2 leaves no token after a prompt of 4; raise it to"),
         (["rollout.max_new_tokens=511"], "need 515 positions, the model's positions allow 512; lower rollout.max_new"),
         (["engine.context_length=7"], "need 8 positions, engine.context_length allows 7; lower rollout.max_new_tokens"),

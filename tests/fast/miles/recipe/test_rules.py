@@ -65,8 +65,8 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"max_new_tokens": 64}), facts()),
     ),
     "DEVICES": (
-        (recipe(train={"device": "cuda"}, placement={"gpus_per_node": 1}), facts()),
-        (recipe(train={"device": "cuda", "parallel": {"dp": 2}}, placement={"gpus_per_node": 1}), facts()),
+        (recipe(engine={"device": "cuda"}), facts()),
+        (recipe(engine={"device": "cuda:3"}), facts()),
     ),
     "TEACHER": (
         (recipe(algo={"opd_coef": 0.5, "teacher": "models/teacher"}), facts()),
@@ -92,6 +92,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
     "REWARD": (
         (recipe(rollout={"reward": {"kind": "regex", "options": {"pattern": "x"}}}), facts()),
         (recipe(rollout={"reward": {"kind": "regex"}}), facts()),
+    ),
+    "FUSED": (
+        (recipe(train={"fused_loss": "on"}), facts()),
+        (recipe(train={"fused_loss": "on", "parallel": {"tp": 2}}), facts()),
     ),
     "DTYPE": (
         (recipe(train={"precision": "bf16"}, engine={"dtype": "bfloat16"}), facts()),

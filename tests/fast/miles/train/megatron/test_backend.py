@@ -180,6 +180,7 @@ def test_bf16_trains_on_fp32_masters(ranks, toolbox, model_dir, tmp_path):
             model_dir=model_dir,
             rank=0,
             world_size=1,
+            device="cpu",
             master_addr="127.0.0.1",
             master_port=0,
             seed=0,
@@ -220,7 +221,14 @@ def test_install_hook_sees_every_chunk_before_gradient_buffers_exist(ranks, tool
         def install(model, hf_names):
             seen.append(all(not hasattr(parameter, "main_grad") for parameter in model.parameters()))
 
-        arguments = {"rank": 0, "world_size": 1, "master_addr": "127.0.0.1", "master_port": 0, "seed": 0}
+        arguments = {
+            "rank": 0,
+            "world_size": 1,
+            "device": "cpu",
+            "master_addr": "127.0.0.1",
+            "master_port": 0,
+            "seed": 0,
+        }
         MegatronBackend(
             config=TrainConfig(), algo=AlgoConfig(), model_dir=model_dir, install=install, **arguments
         ).init()
@@ -271,6 +279,7 @@ def test_nobody_listening_is_a_bounded_error(ranks, toolbox, model_dir):
             model_dir=model_dir,
             rank=1,
             world_size=2,
+            device="cpu",
             master_addr="127.0.0.1",
             master_port=1,
             seed=0,

@@ -76,7 +76,7 @@ from miles.algos.config import AlgoConfig
 from miles.train.config import TrainConfig
 from miles.train.megatron.backend import MegatronBackend
 backend = MegatronBackend(config=TrainConfig(), algo=AlgoConfig(), model_dir=Path(sys.argv[1]), rank=0,
-    world_size=1, master_addr="127.0.0.1", master_port=0, seed=0)
+    world_size=1, device="cpu", master_addr="127.0.0.1", master_port=0, seed=0)
 assert "megatron" not in sys.modules, "megatron-core is imported by init, not by the import of the backend"
 backend.init()
 backend.load()

@@ -1,4 +1,4 @@
-"""`miles train --dry-run`: everything that can be said before anything starts."""
+"""`miles train --dry-run`: everything that can be said before anything starts, the placement included."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from miles.orchestrate.placed_cluster import known_facts
+from miles.orchestrate.placement import place
 from miles.recipe.rules import check_or_raise, model_facts
 from miles.recipe.schema import Recipe, digest
 
@@ -31,8 +33,12 @@ def parameter_count(recipe: Recipe) -> int:
 
 
 def describe(recipe: Recipe, overrides: Sequence[str], console: Console) -> None:
-    """Apply the rules, then print the plan: processes, memory, batch, where results go. Raises on an error."""
+    """Apply the rules and place the run, then print the plan: processes, memory, batch. Raises on an error.
+
+    An existing cluster is asked what it has; nothing is started on it.
+    """
     findings = check_or_raise(recipe)
+    placement = place(recipe, known_facts(recipe.cluster))
     parallel, rollout = recipe.train.parallel, recipe.rollout
     parameters = parameter_count(recipe)
     sharded = parameters / (parallel.tp * parallel.pp)
@@ -49,6 +55,8 @@ def describe(recipe: Recipe, overrides: Sequence[str], console: Console) -> None
     table.add_row("memory per rank", f"{per_rank / GIB:.3f} GiB for weights, gradients and optimizer")
     table.add_row("step", f"{rollout.batch_groups} prompts x {rollout.group_size} = {samples} samples")
     table.add_row("steps", f"{recipe.run.steps}, checkpoint every {recipe.run.checkpoint_every}")
+    for process, where in placement.describe():
+        table.add_row(process, where)
     console.print(table)
     for finding in findings:
         console.print(f"{finding.severity}: {finding}", highlight=False, markup=False, soft_wrap=True)
