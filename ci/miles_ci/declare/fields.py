@@ -197,19 +197,6 @@ BOUND_FIELDS: dict[str, Checker] = {
     "warmup": positive_int,
 }
 
-FIELDS: dict[str, dict[str, Checker]] = {
-    "register_cpu_ci": CPU_FIELDS,
-    "register_cuda_ci": GPU_FIELDS,
-    "register_rocm_ci": GPU_FIELDS,
-    "register_metric_bound": BOUND_FIELDS,
-}
-BACKENDS = {"register_cpu_ci": "cpu", "register_cuda_ci": "cuda", "register_rocm_ci": "rocm"}
-POSITIONAL: dict[str, tuple[str, ...]] = {
-    "register_cpu_ci": ("est_time", "suite"),
-    "register_cuda_ci": ("est_time", "suite"),
-    "register_rocm_ci": ("est_time", "suite"),
-    "register_metric_bound": ("metric",),
-}
 # Where None is written out it means "not given", as in the signature.
 NONE_ALLOWED = frozenset(
     {"est_time", "num_gpus", "min_memory_gib", "disabled", "unstable", "timeout", "allow_all_skipped", "owner"}

@@ -14,6 +14,7 @@ from miles_ci.history.corridor import MetricVerdict
 from miles_ci.plan.model import Unit
 from miles_ci.run import results
 from miles_ci.run.console import Console
+from miles_ci.run.devices.added import AddedBackend
 from miles_ci.run.judge import judge, never_executed
 from miles_ci.run.judge.judge import Judgement, ProcessEvidence
 from miles_ci.run.judge.pytest_events import Failure, FileEvidence
@@ -29,6 +30,7 @@ class ShardJob:
     """What to run and where. `env` is the environment tests inherit; `timeout_s` limits the whole shard.
 
     `wait_memory_s`: how long to wait for a device to be empty before its test is an infra failure.
+    `backend`: of a suite whose backend the registry adds.
     """
 
     root: Path
@@ -41,6 +43,7 @@ class ShardJob:
     timeout_s: float = 3600.0
     workers: int = pytest_process.CPU_WORKERS
     wait_memory_s: float = 120.0
+    backend: AddedBackend | None = None
 
 
 @dataclass
