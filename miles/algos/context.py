@@ -7,16 +7,13 @@ response token is owned by exactly one rank. Index arithmetic is numpy, shared b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from miles.data.batch import OPTIONAL_FIELDS, MicroBatch
-
-if TYPE_CHECKING:
-    import torch
 
 
 class ContextLayout(Protocol):
@@ -40,23 +37,6 @@ class ContextLayout(Protocol):
 def _check_rank(rank: int, size: int) -> None:
     if size < 1 or not 0 <= rank < size:
         raise ValueError(f"context parallel rank {rank} of {size}")
-
-
-@dataclass(frozen=True, slots=True)
-class NoContext:
-    """One rank holds everything. `multiple`: the total must divide by it (sequence parallelism)."""
-
-    size: int = 1
-    rank: int = 0
-    multiple: int = 1
-
-    def padded(self, lengths: Sequence[int]) -> list[int]:
-        rest = -sum(lengths) % self.multiple
-        return [*lengths, rest] if rest else list(lengths)
-
-    def held(self, lengths: Sequence[int], rank: int) -> np.ndarray:
-        _check_rank(rank, 1)
-        return np.arange(sum(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,45 +177,3 @@ def _select(micro_batch: MicroBatch, keep: np.ndarray) -> MicroBatch:
         **chosen,
         support=None if support is None else support.select(keep),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseChunk:
-    """The response tokens of one sequence whose logits this rank holds, response indices ascending and global.
-
-    `logits` [n, V_local] is a view when they are adjacent; `runs` are the ranges of response indices that are.
-    """
-
-    sample: int
-    logits: torch.Tensor
-    target_ids: np.ndarray
-    response_index: np.ndarray
-    runs: list[range]
-
-
-def iter_response_chunks(
-    logits: torch.Tensor, micro_batch: MicroBatch, layout: ContextLayout
-) -> Iterator[ResponseChunk]:
-    """One chunk per sequence, also when this rank holds none of it (n = 0: add `logits.sum()·0` all the same).
-
-    logits: [B, T_local, V_local] of this rank; micro_batch: the whole one, before `localize`.
-    """
-    import torch
-
-    cut = localize(micro_batch, layout).micro_batch
-    flat = logits.reshape(-1, logits.shape[-1])
-    if len(flat) != cut.input_ids.size:
-        raise ValueError(
-            f"rank {layout.rank} of {layout.size} holds {cut.input_ids.size} tokens of this micro-batch, but the "
-            f"logits have {len(flat)} rows; forward the slice that localize() returns"
-        )
-    ends = np.cumsum(cut.token_counts)
-    for sample, (end, count) in enumerate(zip(ends.tolist(), cut.token_counts.tolist(), strict=True)):
-        rows = cut.logit_index[end - count : end]
-        index = cut.response_index[end - count : end]
-        breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(index) != 1)) + 1
-        parts = [(run, at) for run, at in zip(np.split(rows, breaks), np.split(index, breaks), strict=True) if len(run)]
-        views = [flat[int(run[0]) : int(run[-1]) + 1] for run, _ in parts]
-        chosen = flat[:0] if not views else views[0] if len(views) == 1 else torch.cat(views)
-        runs = [range(int(at[0]), int(at[-1]) + 1) for _, at in parts]
-        yield ResponseChunk(sample, chosen, cut.target_ids[end - count : end], index, runs)

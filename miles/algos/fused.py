@@ -1,11 +1,8 @@
 """`step_objective` straight from logits, for the losses whose gradient is known row by row.
 
-One visit of each row computes log-prob, loss and gradient (`miles.kernels.log_probs.fused_policy_loss`), so the
-logits' second read comes from cache and no log-prob graph is kept. Same loss, gradient and metrics as
-`step_objective`, except that the entropy is not reported. What it cannot do is named by `why_not_fused`.
-
-For backends whose response rows are distinct. The megatron trainer does not call it: prompts are shared there, so rows
-repeat, and the entropy is part of every step's metrics.
+One visit of each row computes log-prob, entropy, loss and gradient (`miles.kernels.log_probs.fused_policy_loss`), so
+the logits' second read comes from cache and no log-prob graph is kept. Same loss, gradient and metrics as
+`step_objective` up to rounding. What it cannot do is named by `miles.algos.fusable`.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import torch
 
 from miles.algos.config import AlgoConfig
 from miles.algos.corrections import importance_weights
+from miles.algos.fusable import why_not_fused
 from miles.algos.log_probs import check_temperature, target_check
 from miles.algos.losses import masked, policy_loss
 from miles.algos.metrics import MetricSums, objective_metrics
@@ -23,23 +21,6 @@ from miles.algos.objective import check_finite, distilled_advantages, old_log_pr
 from miles.algos.sequences import Sequences
 from miles.data.tensors import BatchTensors
 from miles.kernels.log_probs import PolicyTerm, fused_policy_loss, scale_
-
-
-def why_not_fused(config: AlgoConfig, *, tensor_parallel: int = 1, on_policy: bool = False) -> str | None:
-    """None when `fused_objective` computes this configuration, else the reason. `on_policy`: no old log-probs."""
-    if config.loss not in ("ppo_clip", "dual_clip", "cispo"):
-        return f"loss {config.loss} is not a function of one token's log-prob"
-    if tensor_parallel > 1:
-        return "logits are split over tensor-parallel ranks"
-    if config.kl.where == "loss":
-        return "a KL term is part of the loss"
-    if config.entropy_coef > 0.0:
-        return "an entropy bonus is part of the loss"
-    if config.opsm is not None:
-        return "OPSM looks at whole sequences of the current policy"
-    if on_policy and (config.correction.active or config.opd_coef > 0.0) and not config.correction.bypass:
-        return "corrections and distillation need old log-probs before the pass"
-    return None
 
 
 def fused_objective(
@@ -85,13 +66,15 @@ def fused_objective(
         high=1.0 + config.clip_high,
         dual_c=config.dual_clip_c or 1.0,
     )
-    losses, log_probs = _Fused.apply(logits, batch.target_ids, rows, term, vocab_size, temperature, inplace)
+    losses, log_probs, entropy = _Fused.apply(logits, batch.target_ids, rows, term, vocab_size, temperature, inplace)
     refuse_outside()
     total = losses.sum()
     before = log_probs if old is None else old
     log_probs, before, mask, bad = check_finite(log_probs, before, batch, config)
     with torch.no_grad():
         policy = policy_loss(log_probs, before, advantages, mask, sequences, config)
+        # Where a token was broken the step is skipped; its loss is still told without that token.
+        told = masked(losses, mask).sum()
     sums = objective_metrics(
         log_probs,
         before,
@@ -100,10 +83,10 @@ def fused_objective(
         sequences,
         policy=policy,
         correction=correction,
-        entropy=None,
+        entropy=entropy,
         kl=None,
         support_mass=None,
-        losses={"loss": total, "pg_loss": total, "kl_loss": None},
+        losses={"loss": told, "pg_loss": told, "kl_loss": None},
         nonfinite=bad,
     )
     return total, sums
@@ -120,16 +103,24 @@ class _Fused(torch.autograd.Function):
         vocab_size: int,
         temperature: float,
         inplace: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        losses, log_probs, grad = fused_policy_loss(
-            logits.detach(), targets, term, rows=rows, valid=vocab_size, temperature=temperature, inplace=inplace
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found = fused_policy_loss(
+            logits.detach(),
+            targets,
+            term,
+            rows=rows,
+            valid=vocab_size,
+            temperature=temperature,
+            inplace=inplace,
+            with_entropy=True,
         )
-        ctx.grad = grad
-        ctx.mark_non_differentiable(log_probs)
-        return losses, log_probs
+        assert found.entropy is not None
+        ctx.grad = found.grad
+        ctx.mark_non_differentiable(found.log_probs, found.entropy)
+        return found.losses, found.log_probs, found.entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_losses: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
         # The rows' losses are only ever summed, so every element of the incoming gradient is the same scalar.
         grad, ctx.grad = ctx.grad, None
         if grad is None:

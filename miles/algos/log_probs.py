@@ -19,48 +19,6 @@ from miles.kernels.log_probs import logits_gradient, row_stats
 DEFAULT_CHUNK_ROWS = 1024
 
 
-def vocab_parallel_log_probs(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    vocab_size: int,
-    group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
-) -> torch.Tensor:
-    """fp32 [n], with gradient. targets: int64 [n]. `temperature` must be the rollout's.
-
-    `ValueError`: temperature not above 0, a target outside the vocabulary (its index is named).
-    """
-    return vocab_parallel_scores(
-        logits, targets, vocab_size=vocab_size, group=group, temperature=temperature, chunk_rows=chunk_rows
-    )[0]
-
-
-def vocab_parallel_entropy(
-    logits: torch.Tensor,
-    *,
-    vocab_size: int,
-    group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
-    with_gradient: bool = False,
-) -> torch.Tensor:
-    """Entropy of the full vocabulary's softmax, fp32 [n]: lse - sum p·z."""
-    targets = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    scores = vocab_parallel_scores(
-        logits,
-        targets,
-        vocab_size=vocab_size,
-        group=group,
-        temperature=temperature,
-        chunk_rows=chunk_rows,
-        entropy="gradient" if with_gradient else "value",
-    )
-    assert scores[1] is not None
-    return scores[1]
-
-
 def vocab_parallel_scores(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -75,7 +33,10 @@ def vocab_parallel_scores(
     """(log-probs, entropy or None) in one pass; `entropy` is none, value (no gradient) or gradient.
 
     rows: int64 [n], distinct: which rows of logits [T, V/tp] the n targets belong to. It saves the copy, and its
-    gradient, of picking those rows first; None when n = T and they are in order.
+    gradient, of picking those rows first; None when n = T and they are in order. log-probs: fp32 [n], with gradient.
+    `temperature` must be the rollout's. entropy: fp32 [n], lse - sum p·z over the full vocabulary.
+
+    `ValueError`: temperature not above 0, a target outside the vocabulary (its index is named).
     """
     check_temperature(temperature)
     refuse_outside = target_check(targets, vocab_size)

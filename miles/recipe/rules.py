@@ -227,6 +227,22 @@ def _quantisation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("NVFP4-CONTRACT", "error", message, fix)
 
 
+def _fused(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    from miles.algos.fusable import why_not_fused
+
+    del facts
+    algo = recipe.algo
+    scored = algo.needs_old_log_probs or algo.correction.bypass or recipe.several_steps
+    reason = why_not_fused(
+        algo,
+        tensor_parallel=recipe.train.parallel.tp,
+        on_policy=not scored,
+        on_support=recipe.rollout.needs_sampling_mask and algo.support_log_probs == "auto",
+    )
+    if recipe.train.fused_loss == "on" and reason is not None:
+        yield Finding("FUSED", "error", f"train.fused_loss is on but {reason}", "use train.fused_loss=auto")
+
+
 def _dtypes(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     for severity, message, fix in dtype_rules.objections(recipe):
@@ -268,6 +284,7 @@ RULES: tuple[Rule, ...] = (
     Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
+    Rule("FUSED", "A fused loss has kernels for some algorithms on unsplit logits only.", _fused),
     Rule("DTYPE", "Trainer and engine that compute in different dtypes give one token two log-probs.", _dtypes),
     Rule("IDLE", "An option that acts nowhere in this run promises what does not happen.", _idle),
     Rule("MEASURED", "A bound on what no step reports would stop the run, at its first step or its last.", _bounds),

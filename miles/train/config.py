@@ -106,6 +106,8 @@ class TrainConfig(StrictModel):
     megatron: MegatronConfig = MegatronConfig()
     # Compute each distinct prompt of a micro-batch once for all its samples (context parallelism computes all).
     share_prompts: bool = True
+    # Log-probs, loss and gradient in one visit of each logit row: auto on GPUs where the algorithm allows it.
+    fused_loss: Literal["auto", "on", "off"] = "auto"
     num_threads: int = Field(default=1, ge=1)
     timeout_s: float = Field(default=300.0, gt=0)
     checkpoint_keep: int = Field(default=2, ge=1)

@@ -6,6 +6,6 @@ implementation runs is decided by the logits' device, never by a failure.
 """
 
 from miles.kernels.log_probs.ops import fused_policy_loss, logits_gradient, row_stats, scale_
-from miles.kernels.log_probs.reference import PolicyTerm, RowStats
+from miles.kernels.log_probs.reference import FusedRows, PolicyTerm, RowStats
 
-__all__ = ["PolicyTerm", "RowStats", "fused_policy_loss", "logits_gradient", "row_stats", "scale_"]
+__all__ = ["FusedRows", "PolicyTerm", "RowStats", "fused_policy_loss", "logits_gradient", "row_stats", "scale_"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from miles.kernels.log_probs.reference import (
+    FusedRows,
     PolicyTerm,
     RowStats,
     reference_fused_policy_loss,
@@ -192,25 +193,33 @@ def fused_policy_loss(
     rows: torch.Tensor | None = None,
     temperature: float = 1.0,
     inplace: bool = False,
+    with_entropy: bool = False,
     chunk_rows: int = 1024,
     triton: bool | None = None,
     tuning: Tuning = DEFAULT_TUNING,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss x weight fp32 [n], log-probs fp32 [n], d(sum of losses)/dlogits) of unsharded logits [T, V].
+) -> FusedRows:
+    """Losses and their gradient of unsharded logits [T, V], in one visit of each row; see `FusedRows`.
 
     `inplace` writes the gradient over the logits, which the caller must own and no longer need.
     """
     _check(logits, targets, rows, valid)
     if not _uses_triton(logits, triton):
-        losses, log_probs, grad = reference_fused_policy_loss(
-            logits, targets, term, rows=rows, valid=valid, temperature=temperature, chunk_rows=chunk_rows
+        found = reference_fused_policy_loss(
+            logits,
+            targets,
+            term,
+            rows=rows,
+            valid=valid,
+            temperature=temperature,
+            chunk_rows=chunk_rows,
+            with_entropy=with_entropy,
         )
-        return losses, log_probs, logits.copy_(grad) if inplace else grad
+        return found._replace(grad=logits.copy_(found.grad)) if inplace else found
     from miles.kernels.log_probs.triton_kernels import fused_kernel
 
     n, width = logits.shape
     grad = logits if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    out = torch.empty((2, len(targets)), dtype=torch.float32, device=logits.device)
+    out = torch.empty((3, len(targets)), dtype=torch.float32, device=logits.device)
     slots = _slots(rows, n)
     processors = torch.cuda.get_device_properties(logits.device).multi_processor_count if logits.is_cuda else 1
     programs = min(n, processors * tuning.fused_programs_per_sm)
@@ -225,6 +234,7 @@ def fused_policy_loss(
             term.weights,
             out[0],
             out[1],
+            out[2],
             n,
             logits.stride(0),
             grad.stride(0),
@@ -239,10 +249,11 @@ def fused_policy_loss(
             LANES=_lanes(tuning.fused_warps, logits.dtype),
             LOSS=_LOSSES.index(term.loss),
             ON_POLICY=term.old is None,
+            ENTROPY=with_entropy,
             PICKED=slots is not None,
             num_warps=tuning.fused_warps,
         )
-    return out[0], out[1], grad
+    return FusedRows(out[0], out[1], grad, out[2] if with_entropy else None)
 
 
 def scale_(values: torch.Tensor, factor: torch.Tensor, *, triton: bool | None = None) -> torch.Tensor:

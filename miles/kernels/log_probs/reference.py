@@ -6,7 +6,7 @@ z = logits / temperature in fp32 over the first `valid` columns; columns beyond 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -40,6 +40,18 @@ class PolicyTerm:
     low: float = 0.8
     high: float = 1.2
     dual_c: float = 3.0
+
+
+class FusedRows(NamedTuple):
+    """fp32 [n] each: loss x weight, log-prob and, when asked for, the full softmax's entropy (no gradient).
+
+    `grad` [T, V] in the logits' dtype: of the sum of the losses with respect to the logits, 0 in rows without a target.
+    """
+
+    losses: torch.Tensor
+    log_probs: torch.Tensor
+    grad: torch.Tensor
+    entropy: torch.Tensor | None
 
 
 def reference_row_stats(
@@ -160,8 +172,9 @@ def reference_fused_policy_loss(
     valid: int,
     temperature: float,
     chunk_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss x weight [n], log-probs [n], gradient of the sum of the losses with respect to the logits)."""
+    with_entropy: bool = False,
+) -> FusedRows:
+    """See `FusedRows`."""
     stats = reference_row_stats(
         logits,
         targets,
@@ -169,7 +182,7 @@ def reference_fused_policy_loss(
         offset=0,
         valid=valid,
         temperature=temperature,
-        with_entropy=False,
+        with_entropy=with_entropy,
         chunk_rows=chunk_rows,
     )
     lse = stats.maximum + stats.total.log()
@@ -190,4 +203,5 @@ def reference_fused_policy_loss(
         temperature=temperature,
         chunk_rows=chunk_rows,
     )
-    return losses.detach(), log_probs.detach(), grad
+    entropy = lse - stats.weighted / stats.total if stats.weighted is not None else None
+    return FusedRows(losses.detach(), log_probs.detach(), grad, entropy)

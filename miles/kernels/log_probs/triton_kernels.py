@@ -169,6 +169,7 @@ def fused_kernel(
     weights,
     out_loss,
     out_log_prob,
+    out_entropy,
     rows,
     stride,
     grad_stride,
@@ -183,6 +184,7 @@ def fused_kernel(
     LANES: tl.constexpr,
     LOSS: tl.constexpr,
     ON_POLICY: tl.constexpr,
+    ENTROPY: tl.constexpr,
     PICKED: tl.constexpr,
 ):
     """Persistent: program p takes logit rows p, p + programs, ... `grad` may be `logits` itself."""
@@ -204,10 +206,12 @@ def fused_kernel(
         s = tl.zeros([LANES], tl.float32)
         w = tl.zeros([LANES], tl.float32)
         for start in range(0, extent, DEPTH * LANES):
-            m, s, w = _accumulate(base, start, extent, scale, m, s, w, DEPTH, LANES, False, True)
+            m, s, w = _accumulate(base, start, extent, scale, m, s, w, DEPTH, LANES, ENTROPY, True)
         top = tl.max(m, axis=0)
+        shrink = tl.exp2(m - top)
         # The sum is at least 1 (the largest term); the bound only serves rows that were not read.
-        lse2 = top + tl.log2(tl.maximum(tl.sum(s * tl.exp2(m - top), axis=0), 1.0))
+        total = tl.maximum(tl.sum(s * shrink, axis=0), 1.0)
+        lse2 = top + tl.log2(total)
         log_prob = (picked * scale - lse2) * _LN2
         if ON_POLICY:
             before = log_prob
@@ -215,6 +219,8 @@ def fused_kernel(
         active = weight != 0
         tl.store(out_loss + slot, tl.where(active, loss * weight, 0.0), mask=used)
         tl.store(out_log_prob + slot, log_prob, mask=used)
+        if ENTROPY:
+            tl.store(out_entropy + slot, (lse2 - tl.sum(w * shrink, axis=0) / total) * _LN2, mask=used)
         g = tl.where(active, slope * weight, 0.0) * inv_temperature
         # -g·p_j = sign·2^(y_j - shift): the slope's size goes into the exponent; a slope of 0 gives 2^-inf.
         sign = tl.where(g > 0, -1.0, 1.0)

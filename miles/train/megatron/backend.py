@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from miles.algos.config import AlgoConfig
 from miles.algos.metrics import MetricSums
-from miles.algos.objective import step_objective, value_objective
+from miles.algos.objective import value_objective
 from miles.data.batch import RankBatch
 from miles.models import registry
 from miles.models.family import read_hf_config
@@ -29,20 +29,21 @@ from miles.models.spellings import complete, stated_dtype
 from miles.quant import contract as contracts
 from miles.quant.contract import QuantContract
 from miles.train import checkpoint
-from miles.train.backend import ChunkHook, ParallelLayout, Resumed, ScoreModel, ScoreOutput, check_score
+from miles.train.backend import Backend, ChunkHook, ParallelLayout, Resumed, ScoreModel, ScoreOutput, check_score
 from miles.train.checkpoint import Manifest
 from miles.train.config import OptimizerConfig, TrainConfig
 from miles.train.errors import CheckpointError, TrainError
 from miles.train.megatron import mesh, platform, rng, state_files
 from miles.train.megatron.frozen import FrozenModels, ModelSource, frozen_sources
 from miles.train.megatron.inputs import ModelInput, to_inputs
+from miles.train.megatron.policy_objective import PolicyObjective
 from miles.train.megatron.scoring import Scorer
 from miles.train.megatron.spec import choose_spec
 from miles.train.megatron.trained import ScoredModel, TrainedModel
 from miles.train.parallel_checks import check_parallelism
 
 
-class MegatronBackend:
+class MegatronBackend(Backend):
     """`temperature` must equal the rollout's: log-probs are taken of logits divided by it."""
 
     def __init__(
@@ -113,6 +114,7 @@ class MegatronBackend:
             self.models["critic"] = TrainedModel(self.family, self.model, self.config, critic, *shared, head="value")
         self.frozen = FrozenModels(self._frozen_sources, self.config, *shared)
         self.scorer = Scorer(self.mesh, self.algo, self.model.vocab_size, self.temperature)
+        self._policy_objective = PolicyObjective(self.scorer, self.config.fused_loss)
 
     @property
     def parallel_layout(self) -> ParallelLayout:
@@ -136,7 +138,7 @@ class MegatronBackend:
 
     def _step(self, batch: RankBatch) -> dict[str, float]:
         inputs = self._inputs(batch)
-        sums, norm = self.policy.gradient(inputs, self._objective)
+        sums, norm = self.policy.gradient(inputs, self._policy_objective)
         metrics = sums.finish() | {"train/grad_norm": norm}
         broken = sums.nonfinite_tokens > 0 or not np.isfinite(norm)
         critic = self.models.get("critic")
@@ -283,22 +285,6 @@ class MegatronBackend:
             self.platform.device,
             vocab_size=self.model.vocab_size,
             share=self.config.share_prompts,
-        )
-
-    @property
-    def _context_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.cp if self.mesh.layout.cp_size > 1 else None
-
-    def _objective(self, item: ModelInput, logits: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
-        scores = self.scorer.for_training(item, logits)
-        return step_objective(
-            scores.log_probs,
-            item.tensors,
-            self.algo,
-            entropy=scores.entropy,
-            support_mass=scores.support_mass,
-            kl_exact=scores.kl_exact,
-            cp_group=self._context_group,
         )
 
     def _value_objective(self, item: ModelInput, plane: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:

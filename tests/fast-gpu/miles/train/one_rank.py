@@ -20,17 +20,21 @@ from miles.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 from miles.train.megatron.backend import MegatronBackend
 
 
-def samples() -> list[Sample]:
+def samples(grouped: bool = False) -> list[Sample]:
     generator = np.random.default_rng(0)
     made = []
     for index in range(32):
         before, after = int(generator.integers(1, 20)), int(generator.integers(1, 40))
+        tokens = generator.integers(0, 15, before + after)
+        if grouped and index % 4:
+            before = made[-1].prompt_length
+            tokens = np.concatenate([made[-1].tokens[:before], generator.integers(0, 15, after)])
         made.append(
             Sample(
                 f"s{index}",
                 index // 4,
                 index,
-                generator.integers(0, 15, before + after),
+                tokens,
                 before,
                 reward=float(generator.random()),
                 status=Status.COMPLETED,
@@ -41,13 +45,27 @@ def samples() -> list[Sample]:
 
 
 def main(
-    *, model: str, device: str, precision: str, rank: int = 0, port: int = 0, resume_in: str = "", **parallel: int
+    *,
+    model: str,
+    device: str,
+    precision: str,
+    rank: int = 0,
+    port: int = 0,
+    resume_in: str = "",
+    fused: str = "auto",
+    grouped: bool = False,
+    **parallel: int,
 ) -> dict:
-    """Two steps; with `resume_in` a third one, and the third one again from a checkpoint written there before it."""
+    """Two steps (`grouped`: the samples of a group share their prompt); with `resume_in` a third one, and the third one again from a checkpoint written there before it."""
     layout = ParallelConfig(**parallel)
     backend = MegatronBackend(
         config=TrainConfig(
-            device=device, precision=precision, optimizer=OptimizerConfig(lr=1e-3), parallel=layout, timeout_s=60
+            device=device,
+            precision=precision,
+            optimizer=OptimizerConfig(lr=1e-3),
+            parallel=layout,
+            timeout_s=60,
+            fused_loss=fused,
         ),
         algo=AlgoConfig(),
         model_dir=Path(model),
@@ -62,7 +80,7 @@ def main(
     backend.load()
     rows = BatchLayout("thd", pad_multiple=layout.tp if layout.sp else 1)
     schedule = ScheduleConfig(layout=rows, max_tokens_per_gpu=512, data_parallel=layout.dp)
-    prepared = prepare_steps(samples(), AlgoConfig(), schedule)
+    prepared = prepare_steps(samples(grouped), AlgoConfig(), schedule)
     batch = prepared.steps[0].for_rank(backend.parallel_layout.dp_rank)
     scores = np.concatenate(backend.score(batch, model="policy", output="log_probs")).tolist()
     result = {"scores": scores, "curve": [backend.step(batch) for _ in range(2)]}

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfig, RejectConfig
-from miles.algos.context import ContextLayout, ContiguousAllGather, NoContext, Zigzag, iter_response_chunks, localize
-from miles.algos.exchange import exchange
+from miles.algos.context import ContextLayout, ContiguousAllGather, Zigzag, localize
 from miles.algos.objective import step_objective
 from miles.algos.step_batches import prepare_steps
 from miles.data.batch_layout import BatchLayout
@@ -31,14 +30,11 @@ def problems(draw):
         Sample(f"s{i}", 0, i, np.arange(p + r, dtype=np.int64) + 100 * i, p, reward=float(i), status=Status.COMPLETED)
         for i, (p, r) in enumerate(shapes)
     ]
-    kind = draw(st.sampled_from(["none", "zigzag", "contiguous"]))
-    size = 1 if kind == "none" else draw(st.integers(1, 4))
+    kind, size = draw(st.sampled_from(["zigzag", "contiguous"])), draw(st.integers(1, 4))
     return samples, draw(st.sampled_from(["thd", "bshd"])), kind, size, draw(st.sampled_from([1, 2, 3]))
 
 
 def layout_of(kind: str, size: int, rank: int, multiple: int = 1) -> ContextLayout:
-    if kind == "none":
-        return NoContext(multiple=multiple)
     return (Zigzag if kind == "zigzag" else ContiguousAllGather)(size, rank, multiple)
 
 
@@ -53,53 +49,34 @@ def test_response_indices_partition_the_response(problem):
         layout = layout_of(kind, size, rank, multiple)
         local = localize(micro_batch, layout).micro_batch
         assert local.input_ids.size % multiple == 0
-        # "Logits" that carry the token which was read at their position.
-        logits = torch.from_numpy(local.input_ids.copy())[..., None].float()
-        chunks = list(iter_response_chunks(logits, micro_batch, layout))
-        assert [c.sample for c in chunks] == list(range(len(samples)))
-        for chunk in chunks:
-            sample = samples[micro_batch.sample_index[chunk.sample]]
-            assert (np.diff(chunk.response_index) > 0).all()
-            assert [j for run in chunk.runs for j in run] == chunk.response_index.tolist()
-            positions = sample.prompt_length + chunk.response_index
-            np.testing.assert_array_equal(chunk.target_ids, sample.tokens[positions])
-            np.testing.assert_array_equal(chunk.logits[:, 0].numpy(), sample.tokens[positions - 1])
-            owned += [(chunk.sample, int(j)) for j in chunk.response_index]
+        read = local.input_ids.ravel()[local.logit_index]
+        assert (np.diff(local.sequence) >= 0).all()
+        for number, j, target, token in zip(
+            local.sequence.tolist(), local.response_index.tolist(), local.target_ids, read, strict=True
+        ):
+            sample = samples[micro_batch.sample_index[number]]
+            assert target == sample.tokens[sample.prompt_length + j]
+            assert token == sample.tokens[sample.prompt_length + j - 1]
+            owned.append((number, j))
     expected = [(s, j) for s, i in enumerate(micro_batch.sample_index) for j in range(samples[i].response_length)]
     assert sorted(owned) == sorted(expected)
 
 
-def test_a_chunk_of_adjacent_rows_is_a_view(make_samples):
-    micro_batch = micro_batch_of(make_samples(3), "thd")
-    logits = torch.zeros(1, micro_batch.input_ids.size, VOCAB, requires_grad=True)
-    for chunk in iter_response_chunks(logits, micro_batch, NoContext()):
-        assert chunk.logits.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
-
-
-def test_a_rank_without_response_tokens_still_yields_chunks_in_the_graph():
-    sample = Sample("s", 0, 0, np.arange(9, dtype=np.int64), 8, reward=1.0, status=Status.COMPLETED)
-    other = Sample("t", 0, 1, np.arange(9, dtype=np.int64), 8, reward=0.0, status=Status.COMPLETED)
-    micro_batch = micro_batch_of([sample, other], "bshd")
-    layout = ContiguousAllGather(2, 0)
-    local = localize(micro_batch, layout).micro_batch
-    logits = torch.ones(*local.input_ids.shape, VOCAB, requires_grad=True)
-    chunks = list(iter_response_chunks(logits, micro_batch, layout))
-    assert [len(c.response_index) for c in chunks] == [0, 0]
-    (grad,) = torch.autograd.grad(sum(c.logits.sum() for c in chunks), logits)
-    assert not grad.any()
+def test_a_rank_without_response_tokens_holds_its_share_of_the_prompts():
+    samples = [
+        Sample(name, 0, i, np.arange(9, dtype=np.int64), 8, reward=float(i), status=Status.COMPLETED)
+        for i, name in enumerate("st")
+    ]
+    local = localize(micro_batch_of(samples, "bshd"), ContiguousAllGather(2, 0)).micro_batch
+    assert len(local.logit_index) == 0
+    assert local.input_ids.size == 10
+    assert local.token_counts.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("layout", [Zigzag(2, 0), ContiguousAllGather(2, 0, multiple=2)])
 def test_a_layout_that_does_not_divide_is_an_error(layout):
     with pytest.raises(ValueError, match="pad"):
         layout.held([5, 4], 0)
-
-
-def test_logits_of_another_layout_are_refused(make_samples):
-    micro_batch = micro_batch_of(make_samples(3), "thd")
-    full = torch.zeros(1, micro_batch.input_ids.size, VOCAB)
-    with pytest.raises(ValueError, match=r"rank 0 of 2 holds \d+ tokens of this micro-batch, but the logits have"):
-        list(iter_response_chunks(full, micro_batch, Zigzag(2, 0)))
 
 
 def test_zigzag_gives_each_rank_a_head_and_a_tail_of_every_document():
@@ -192,30 +169,3 @@ def test_grad_equal_cp1_cp2_thd_bshd_for_every_loss(gloo_ranks, make_samples, ba
         for key, value in expected_metrics.items():
             tolerance = 0.011 if key == "mismatch/w_p99" else 1e-5
             assert metrics[key] == pytest.approx(value, rel=tolerance, abs=1e-6), f"{key} of {where}"
-
-
-def test_exchange_reorders_values_and_returns_gradients(gloo_ranks):
-    lengths = [8, 4, 12]
-    weights = torch.arange(24, dtype=torch.float64) + 1
-
-    def work(rank: int):
-        import torch.distributed as dist
-
-        source, target = ContiguousAllGather(2, rank), Zigzag(2, rank)
-        values = torch.from_numpy(source.held(lengths, rank)).double().requires_grad_(True)
-        moved = exchange(values, lengths, source, target, group=dist.group.WORLD)
-        held = torch.from_numpy(target.held(lengths, rank))
-        (grad,) = torch.autograd.grad((moved * weights[held]).sum(), values)
-        return moved.detach(), held, grad
-
-    for rank, (moved, held, grad) in enumerate(gloo_ranks(2, work)):
-        torch.testing.assert_close(moved, held.double())
-        own = ContiguousAllGather(2, rank).held(lengths, rank)
-        torch.testing.assert_close(grad, weights[torch.from_numpy(own)])
-
-
-def test_exchange_refuses_lengths_that_do_not_divide():
-    with pytest.raises(ValueError, match="layouts of 2 and 2 ranks over a group of 1"):
-        exchange(torch.zeros(4), [8], Zigzag(2, 0), ContiguousAllGather(2, 0), group=None)
-    with pytest.raises(ValueError, match="holds 8 tokens, got 4"):
-        exchange(torch.zeros(4), [8], NoContext(), NoContext(), group=None)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from miles.algos.config import AlgoConfig, CorrectionConfig, KLConfig, OPSMConfig, RejectConfig
-from miles.algos.fused import fused_objective, why_not_fused
-from miles.algos.log_probs import vocab_parallel_log_probs
+from miles.algos.fusable import why_not_fused
+from miles.algos.fused import fused_objective
+from miles.algos.log_probs import vocab_parallel_scores
 from miles.algos.objective import NonFiniteError, step_objective
 from miles.algos.step_batches import prepare_steps
 from miles.data.schedule import ScheduleConfig
@@ -42,8 +43,10 @@ def problem(make_samples, config, *, on_policy=False):
 def test_fused_equals_step_objective_in_loss_gradient_and_metrics(make_samples, name, scale, inplace):
     config = CONFIGS[name]
     logits, batch = problem(make_samples, config)
-    log_probs = vocab_parallel_log_probs(logits, batch.target_ids, vocab_size=VOCAB, temperature=0.9)
-    expected, sums = step_objective(log_probs, batch, config)
+    log_probs, entropy = vocab_parallel_scores(
+        logits, batch.target_ids, vocab_size=VOCAB, temperature=0.9, entropy="value"
+    )
+    expected, sums = step_objective(log_probs, batch, config, entropy=entropy)
     (expected_grad,) = torch.autograd.grad(scale * expected, logits)
     leaf = logits.detach().clone().requires_grad_(True)
     loss, fused_sums = fused_objective(leaf * 1.0, batch, config, vocab_size=VOCAB, temperature=0.9, inplace=inplace)
@@ -60,7 +63,7 @@ def test_fused_equals_step_objective_in_loss_gradient_and_metrics(make_samples, 
 def test_on_policy_needs_no_old_log_probs(make_samples):
     config = AlgoConfig()
     logits, batch = problem(make_samples, config, on_policy=True)
-    log_probs = vocab_parallel_log_probs(logits, batch.target_ids, vocab_size=VOCAB)
+    log_probs = vocab_parallel_scores(logits, batch.target_ids, vocab_size=VOCAB)[0]
     expected, _ = step_objective(log_probs, batch, config)
     (expected_grad,) = torch.autograd.grad(expected, logits)
     loss, sums = fused_objective(logits, batch, config, vocab_size=VOCAB)
@@ -72,9 +75,11 @@ def test_on_policy_needs_no_old_log_probs(make_samples):
 @pytest.mark.parametrize(
     ("config", "options", "reason"),
     [
-        (AlgoConfig(loss="gspo"), {}, "loss gspo is not a function of one token"),
+        (AlgoConfig(loss="gspo"), {}, "loss gspo has no kernel"),
         (AlgoConfig(loss="sft"), {}, "loss sft"),
         (AlgoConfig(), {"tensor_parallel": 2}, "tensor-parallel"),
+        (AlgoConfig(), {"on_support": True}, "sampler's support"),
+        (AlgoConfig(loss="python:own:f"), {}, "loss python:own:f has no kernel"),
         (AlgoConfig(kl=KLConfig(where="loss", estimator="k2", coef=1.0)), {}, "KL term"),
         (AlgoConfig(entropy_coef=0.1), {}, "entropy bonus"),
         (AlgoConfig(opsm=OPSMConfig(delta=1.0)), {}, "OPSM"),
@@ -98,6 +103,18 @@ def test_errors_are_those_of_the_plain_path(make_samples):
         logits[int(batch.mask.nonzero()[0])] = torch.nan
     with pytest.raises(NonFiniteError, match="sample 's"):
         fused_objective(logits, batch, config, vocab_size=VOCAB)
+
+
+def test_a_broken_token_under_skip_step_is_counted_and_left_out_of_the_told_loss(make_samples):
+    config = AlgoConfig(nonfinite="skip_step")
+    logits, batch = problem(make_samples, config)
+    with torch.no_grad():
+        logits[int(batch.mask.nonzero()[0])] = torch.nan
+    log_probs, _ = vocab_parallel_scores(logits, batch.target_ids, vocab_size=VOCAB)
+    _, expected = step_objective(log_probs, batch, config)
+    _, sums = fused_objective(logits, batch, config, vocab_size=VOCAB)
+    assert sums.nonfinite_tokens == expected.nonfinite_tokens == 1
+    assert sums.finish()["train/loss"] == pytest.approx(expected.finish()["train/loss"], rel=1e-4)
 
 
 def test_the_backward_runs_once(make_samples):

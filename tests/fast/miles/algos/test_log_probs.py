@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from miles.algos.log_probs import vocab_parallel_entropy, vocab_parallel_log_probs, vocab_parallel_scores
+from miles.algos.log_probs import vocab_parallel_scores
 
 
 def problem(n: int = 12, width: int = 40, *, dtype: torch.dtype = torch.float32, seed: int = 0):
@@ -37,7 +37,7 @@ def test_values_and_gradients_equal_float64_log_softmax(temperature, vocab):
 
 def test_gradient_passes_gradcheck_through_finite_differences():
     logits, targets, g, _ = problem(3, 9)
-    (grad,) = torch.autograd.grad((vocab_parallel_log_probs(logits, targets, vocab_size=9) * g).sum(), logits)
+    (grad,) = torch.autograd.grad((vocab_parallel_scores(logits, targets, vocab_size=9)[0] * g).sum(), logits)
     with torch.no_grad():
         for row, column in ((0, 0), (1, 4), (2, 8)):
             shifted = logits.detach().double()
@@ -88,14 +88,14 @@ def test_entropy_without_gradient_sends_none():
     logits, targets, *_ = problem()
     _, entropy = vocab_parallel_scores(logits, targets, vocab_size=40, entropy="value")
     assert not entropy.requires_grad
-    assert vocab_parallel_entropy(logits, vocab_size=40, with_gradient=True).requires_grad
+    assert vocab_parallel_scores(logits, targets, vocab_size=40, entropy="gradient")[1].requires_grad
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
 def test_a_temperature_that_is_not_positive_is_refused(temperature):
     logits, targets, *_ = problem()
     with pytest.raises(ValueError, match="sample with a temperature above 0"):
-        vocab_parallel_log_probs(logits, targets, vocab_size=40, temperature=temperature)
+        vocab_parallel_scores(logits, targets, vocab_size=40, temperature=temperature)
 
 
 @pytest.mark.parametrize("wrong", [-1, 35, 10**6])
@@ -103,18 +103,18 @@ def test_a_target_outside_the_vocabulary_is_named(wrong):
     logits, targets, *_ = problem()
     targets[7] = wrong
     with pytest.raises(ValueError, match=f"target {wrong} at index 7 is outside the vocabulary of 35 tokens"):
-        vocab_parallel_log_probs(logits, targets, vocab_size=35)
+        vocab_parallel_scores(logits, targets, vocab_size=35)
 
 
 def test_shards_too_small_for_the_vocabulary_are_refused():
     logits, targets, *_ = problem()
     with pytest.raises(ValueError, match="1 shards of 40 columns hold no vocabulary of 41"):
-        vocab_parallel_log_probs(logits, targets, vocab_size=41)
+        vocab_parallel_scores(logits, targets, vocab_size=41)
 
 
 def test_no_rows_give_an_empty_result_in_the_graph():
     logits = torch.zeros(0, 8, requires_grad=True)
-    out = vocab_parallel_log_probs(logits, torch.zeros(0, dtype=torch.int64), vocab_size=8)
+    out = vocab_parallel_scores(logits, torch.zeros(0, dtype=torch.int64), vocab_size=8)[0]
     (grad,) = torch.autograd.grad(out.sum(), logits)
     assert grad.shape == (0, 8)
 

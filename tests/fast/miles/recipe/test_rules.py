@@ -93,6 +93,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"reward": {"kind": "regex", "options": {"pattern": "x"}}}), facts()),
         (recipe(rollout={"reward": {"kind": "regex"}}), facts()),
     ),
+    "FUSED": (
+        (recipe(train={"fused_loss": "on"}), facts()),
+        (recipe(train={"fused_loss": "on", "parallel": {"tp": 2}}), facts()),
+    ),
     "DTYPE": (
         (recipe(train={"precision": "bf16"}, engine={"dtype": "bfloat16"}), facts()),
         (recipe(engine={"dtype": "bfloat16"}), facts()),

@@ -284,6 +284,19 @@ def test_what_older_weights_computed_in_place_is_never_reused(local_engine, run_
     assert plain(after) == plain(fresh.generate(again, params(4, 1)))
 
 
+def test_the_last_drawn_token_is_not_cached_and_its_page_is_not_shared(local_engine):
+    """8 + 8 tokens fill a page but for the keys and values of the last one, which was never computed."""
+    engine, fresh = local_engine(), local_engine(share_prefixes=False)
+    prompt = [5, 6, 7, 8] * 2
+    (output,) = engine.generate([prompt], params(8, 1))
+    again = [prompt + output.tokens + [3]]
+    after = engine.generate(again, params(4, 1))
+    assert after[0].cached_tokens == 0
+    assert plain(after) == plain(fresh.generate(again, params(4, 1)))
+    (longer,) = engine.generate([[9, 6, 7, 8] * 2], params(9, 1))
+    assert engine.generate([[9, 6, 7, 8] * 2 + longer.tokens], params(4, 1))[0].cached_tokens == 16
+
+
 def test_a_users_pause_outlives_an_update_and_an_updates_pause_outlives_a_users_continue(local_engine):
     engine = local_engine()
     engine.scheduler.pause("retract", "update").result(10)

@@ -218,6 +218,7 @@ def make_backend(
     install: Any = None,
     announce: Callable[[Any], None] | None = None,
     share_prompts: bool = True,
+    fused_loss: str = "auto",
     **parallel: Any,
 ) -> Any:
     """A backend that joined its mesh; with weights unless `loaded` is false. `announce` gets it before `init`."""
@@ -232,6 +233,7 @@ def make_backend(
             recompute=RecomputeConfig(**(recompute or {})),
             timeout_s=60.0,
             share_prompts=share_prompts,
+            fused_loss=fused_loss,  # type: ignore[arg-type]
         ),
         algo=algo or AlgoConfig(),
         model_dir=model,

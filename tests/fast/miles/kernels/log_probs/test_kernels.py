@@ -87,13 +87,18 @@ def test_the_fused_loss_equals_the_reference(loss, on_policy, dtype):
     log_probs = stats.target - stats.maximum - stats.total.log()
     weights = torch.tensor([0.2, 0.0, 0.1, 0.3, 0.2, 0.1])
     term = PolicyTerm(advantages * 2, weights, None if on_policy else log_probs + 0.3 * spread, loss=loss, dual_c=1.2)
-    options = {"valid": 1090, "temperature": 0.8}
+    options = {"valid": 1090, "temperature": 0.8, "with_entropy": True}
     expected = fused_policy_loss(logits, targets, term, **options)
+    log_p = (logits[:, :1090].double() / 0.8).log_softmax(-1)
+    torch.testing.assert_close(expected.entropy, -(log_p.exp() * log_p).sum(-1).float(), rtol=1e-5, atol=1e-5)
+    without = fused_policy_loss(logits, targets, term, triton=True, tuning=SMALL, valid=1090, temperature=0.8)
+    assert without.entropy is None
     for inplace in (False, True):
         buffer = logits.clone()
         actual = fused_policy_loss(buffer, targets, term, triton=True, tuning=SMALL, inplace=inplace, **options)
         torch.testing.assert_close(actual[0], expected[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(actual[1], expected[1], rtol=1e-6, atol=5e-6)
+        torch.testing.assert_close(actual.entropy, expected.entropy, rtol=1e-5, atol=1e-5)
         tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-5}
         torch.testing.assert_close(actual[2], expected[2], **tolerance)
         assert (actual[2].data_ptr() == buffer.data_ptr()) is inplace
@@ -117,7 +122,7 @@ def test_the_fused_reference_is_autograd_of_the_composed_loss(loss):
     total = reduce_loss(composed.loss, weights)
     (expected,) = torch.autograd.grad(total, leaf)
     term = PolicyTerm(advantages, weights, old, loss=loss, dual_c=1.5)
-    losses, _, gradient = fused_policy_loss(logits, targets, term, valid=50)
+    losses, _, gradient, _ = fused_policy_loss(logits, targets, term, valid=50)
     torch.testing.assert_close(losses.sum(), total.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
 
@@ -164,7 +169,7 @@ def test_picking_rows_inside_equals_picking_them_before(triton, dtype):
     torch.testing.assert_close(gradient[rows], picked, **tolerance)
     assert not gradient[[1, 3]].any()
     term = PolicyTerm(g[:4], torch.full((4,), 0.25), (expected.target - lse) + 0.1 * h[:4])
-    losses, log_probs, grad = fused_policy_loss(logits[rows], targets, term, **options)
+    losses, log_probs, grad, _ = fused_policy_loss(logits[rows], targets, term, **options)
     for inplace in (False, True):
         found = fused_policy_loss(logits.clone(), targets, term, inplace=inplace, **run)
         torch.testing.assert_close(found[0], losses, rtol=1e-4, atol=1e-5)
