@@ -24,8 +24,6 @@ from miles_ci.workflows.expr.evaluate import Evaluated
 JOB_IF = frozenset({"github", "needs", "vars", "inputs"})
 STRATEGY = JOB_IF
 CALL_WITH = JOB_IF | {"strategy", "matrix"}
-RUN_LEVEL = frozenset({"github", "inputs", "vars"})
-STEP = CALL_WITH | {"job", "runner", "env", "secrets", "steps"}
 
 
 # What a token can be given; https://docs.github.com/actions/reference/workflow-syntax-for-github-actions#permissions
@@ -42,7 +40,7 @@ class WorkflowError(UsageError):
 class _Loader(yaml.SafeLoader):
     """SafeLoader whose booleans are those of YAML 1.2 and which refuses duplicate keys."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list]] = {  # type: ignore[misc]
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, Any]]]] = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in rows if tag != "tag:yaml.org,2002:bool"]
         for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

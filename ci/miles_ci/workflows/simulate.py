@@ -309,11 +309,6 @@ def false_part(condition: str, env: Env) -> str:
     return condition
 
 
-def counts_as_passed(result: str) -> bool:
-    """Whether GitHub lets a required check with this result through: a skipped one passes, so a required check never skips."""
-    return result in ("success", "skipped")
-
-
 def _read(contexts: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     value: Any = contexts
     for part in path:
@@ -390,7 +385,6 @@ __all__ = [
     "Event",
     "JobState",
     "Outcome",
-    "counts_as_passed",
     "expand_matrix",
     "false_part",
     "local_resolver",
