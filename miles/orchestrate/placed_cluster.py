@@ -33,6 +33,11 @@ def placed_cluster(recipe: Recipe, *, engines: bool = True) -> Iterator[Placemen
         yield placement
 
 
+def check_placement(recipe: Recipe) -> None:
+    """`PlacementError` or `ClusterError` for a run that has no place, with nothing started and nothing written."""
+    place(recipe, known_facts(recipe.cluster))
+
+
 def place_when_free(recipe: Recipe, *, engines: bool = True) -> Placement:
     """Refused at once when the whole joined cluster is too small, after `cluster.wait_s` when others use too much."""
     place(recipe, read_facts(free=False), engines=engines)

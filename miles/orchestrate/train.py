@@ -31,7 +31,7 @@ from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
-from miles.orchestrate.placed_cluster import placed_cluster
+from miles.orchestrate.placed_cluster import check_placement, placed_cluster
 from miles.orchestrate.placement import Placement
 from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
@@ -59,7 +59,11 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     # Rows are a few tokens long: handing them to a thread pool costs more than decoding them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_inputs(recipe)
-    with claimed(locate(recipe, overrides), recipe, fresh=fresh) as folder:
+    located = locate(recipe, overrides)
+    # A finished run is reported on any machine.
+    if fresh or not located.result.exists():
+        check_placement(recipe)
+    with claimed(located, recipe, fresh=fresh) as folder:
         finished = folder.read_result()
         # A log that cannot be read is refused before anything starts.
         rows = read_rows(folder.metrics)
