@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles.config import environment
 from miles.orchestrate.bounded import finishes_within
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.placement import LOOPBACK
@@ -85,7 +86,8 @@ def local_cluster(*, cpus: int, gpus: int = 0, note: Callable[[str], None] = lam
 @contextlib.contextmanager
 def _marked() -> Iterator[str]:
     """A mark in the environment of whatever this process starts meanwhile."""
-    before, mark = os.environ.get(VARIABLE), secrets.token_hex(16)
+    # A run that another one started has that one's mark, and gives it back.
+    before, mark = environment.read("MILES_RUN_MARK"), secrets.token_hex(16)
     os.environ[VARIABLE] = mark
     try:
         yield mark
