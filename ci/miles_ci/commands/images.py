@@ -119,7 +119,7 @@ def _edits(args: argparse.Namespace) -> int:
 
 
 def _patches(args: argparse.Namespace) -> int:
-    from miles_ci.run.patch import Refused, apply_all
+    from miles_ci.workflows.patches import Refused, apply_all
 
     if not args.patches.is_dir():
         raise UsageError(f"{args.patches}: no such folder")

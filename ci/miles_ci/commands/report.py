@@ -20,7 +20,7 @@ from miles_ci.files import write_output
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, help="folder with results.json files, or one merged.json")
-    parser.add_argument("--plan", type=Path, help="plan.json: adds dark tests and skipped suites")
+    parser.add_argument("--plan", type=Path, help="plan.json: adds tests that were never executed and skipped suites")
     parser.add_argument("--form", choices=("text", "pr", "summary", "lark", "html"), default="text")
     parser.add_argument("--title", default="Local results")
     parser.add_argument("--url", default=_this_run(), help="link of the run (default: this workflow run)")
@@ -64,16 +64,25 @@ def _card(args: argparse.Namespace):
     if args.results.is_file():
         top = loads(args.results.read_bytes(), what=str(args.results))
         shards = [read_shard(entry, str(args.results)) for entry in top["shards"]]
-        dark, faults, skipped = top.get("dark", []), top.get("faults", []), top.get("skipped_suites", {})
+        never_executed, faults, skipped = (
+            top.get("never_executed", []),
+            top.get("faults", []),
+            top.get("skipped_suites", {}),
+        )
     else:
         files = find_results([args.results]) if args.results.exists() else []
         if not files:
             raise UsageError(f"{args.results}: no results.json below this folder")
-        shards, dark, faults, skipped = [read_shard(file.read_bytes(), str(file)) for file in files], [], [], {}
+        shards, never_executed, faults, skipped = (
+            [read_shard(file.read_bytes(), str(file)) for file in files],
+            [],
+            [],
+            {},
+        )
         if args.plan:
             merged = merge(Plan.load(args.plan), [read_results(file) for file in files])
-            dark, faults, skipped = list(merged.dark), list(merged.faults), dict(merged.skipped)
-    report = analyse(shards, dark=dark, faults=faults, skipped=skipped)
+            never_executed, faults, skipped = list(merged.never_executed), list(merged.faults), dict(merged.skipped)
+    report = analyse(shards, never_executed=never_executed, faults=faults, skipped=skipped)
     jobs = tuple(
         JobRow(
             f"{shard.suite} ({shard.shard})",
@@ -102,7 +111,7 @@ def _text(card) -> str:
             f"\n{len(group.tests)} x {group.category} [{group.signature}]: {group.message.splitlines()[0] if group.message else ''}"
         )
         lines += [f"  {test.suite} {test.shard}  {test.node}" for test in group.tests]
-    lines += [f"dark: {name}" for name in card.report.dark]
+    lines += [f"never executed: {name}" for name in card.report.never_executed]
     lines += [f"fault: {fault}" for fault in card.report.faults]
     lines += [f"skipped {suite}: {reason}" for suite, reason in sorted(card.report.skipped.items())]
     return "\n".join(lines) + "\n"

@@ -117,6 +117,8 @@ def _lines_of(test: TestResult) -> list[str]:
     for attempt in test.attempts:
         lines.extend(f"LEAKED       {test.unit}: {left}" for left in attempt.leaked)
     lines.extend(
-        f"GATE {gate.verdict.upper():<7} {test.unit}: {gate.message}" for gate in test.gates if gate.verdict != "pass"
+        f"METRIC {metric.verdict.upper():<7} {test.unit}: {metric.message}"
+        for metric in test.metrics
+        if metric.verdict != "pass"
     )
     return lines

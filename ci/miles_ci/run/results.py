@@ -13,6 +13,7 @@ from typing import Any
 
 from miles_ci.errors import ExitCode, UsageError, combine_exit_codes
 from miles_ci.files import write_whole
+from miles_ci.history.corridor import MetricVerdict
 
 SCHEMA = 1
 RESULTS_NAME = "results.json"
@@ -73,20 +74,6 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class GateRecord:
-    """Verdict on one gated metric: pass, fail, inactive or error."""
-
-    metric: str
-    verdict: str
-    message: str
-    value: float | None = None
-
-    @property
-    def blocks(self) -> bool:
-        return self.verdict in ("fail", "error")
-
-
-@dataclass(frozen=True)
 class TestResult:
     """One unit with all its attempts. `nodes`: id -> outcome of the last attempt's items, `node_ms` their durations.
     `reruns`: outcomes of repetitions that only tell flaky from broken.
@@ -103,7 +90,7 @@ class TestResult:
     message: str = ""
     tolerated: str = ""
     attempts: tuple[Attempt, ...] = ()
-    gates: tuple[GateRecord, ...] = ()
+    metrics: tuple[MetricVerdict, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
     node_ms: Mapping[str, int] = field(default_factory=dict)
     reruns: tuple[str, ...] = ()
@@ -111,7 +98,7 @@ class TestResult:
 
     @property
     def blocks(self) -> bool:
-        return (self.outcome in _EXIT and not self.tolerated) or any(gate.blocks for gate in self.gates)
+        return (self.outcome in _EXIT and not self.tolerated) or any(metric.blocks for metric in self.metrics)
 
     @property
     def wall_s(self) -> float:
@@ -119,8 +106,8 @@ class TestResult:
 
     def exit_code(self) -> int:
         codes = [] if self.tolerated else [_EXIT.get(self.outcome, ExitCode.OK)]
-        if any(gate.blocks for gate in self.gates):
-            codes.append(ExitCode.METRIC_GATE)
+        if any(metric.blocks for metric in self.metrics):
+            codes.append(ExitCode.METRIC_BOUND)
         return combine_exit_codes(codes)
 
 
@@ -250,7 +237,7 @@ def _test(entry: Mapping[str, Any]) -> TestResult:
     if fields["outcome"] not in OUTCOMES:
         raise ValueError(f"outcome {fields['outcome']!r} is not known")
     fields["attempts"] = tuple(_attempt(attempt) for attempt in fields["attempts"])
-    fields["gates"] = tuple(GateRecord(**gate) for gate in fields["gates"])
+    fields["metrics"] = tuple(MetricVerdict(**metric) for metric in fields["metrics"])
     for name in ("reruns", "only"):
         fields[name] = tuple(fields.get(name, ()))
     return TestResult(**fields)

@@ -1,4 +1,4 @@
-"""A workflow file as data: `Workflow.load(path)`; jobs, triggers, conditions with their implicit gate.
+"""A workflow file as data: `Workflow.load(path)`; jobs, triggers, conditions with their implicit `success()`.
 
 Only what the semantics need is typed; `raw` keeps the parsed YAML for lint. YAML booleans are `true`/`false`
 alone, so that the key `on` stays a string. Raises `WorkflowError` naming file and job.
@@ -100,7 +100,7 @@ class Job:
         return tree is not None and bool(status_functions(tree))
 
     @functools.cached_property
-    def gate(self) -> Evaluated:
+    def effective_condition(self) -> Evaluated:
         """The effective condition: `success()` is added when no status function is called."""
         source = self.condition if self.condition is not None else "success()"
         if not self.states_status and self.condition is not None:

@@ -24,7 +24,7 @@ from miles_ci.workflows.expr import (
 from miles_ci.workflows.expr.values import normalise
 from miles_ci.workflows.model import CALL_WITH, JOB_IF, STRATEGY, Job, Workflow, WorkflowError, compiled
 
-RESULTS = ("success", "failure", "cancelled", "skipped")
+JOB_RESULTS = ("success", "failure", "cancelled", "skipped")
 MAX_CALL_DEPTH = 4
 _WORST = {"skipped": 0, "success": 1, "cancelled": 2, "failure": 3}
 _LEVEL = {"none": 0, "read": 1, "write": 2}
@@ -135,7 +135,7 @@ class _Run:
     def state(self) -> JobState:
         job = self.job
         try:
-            wanted = is_truthy(job.gate(self.env))
+            wanted = is_truthy(job.effective_condition(self.env))
         except ExpressionError as error:
             raise WorkflowError(f"{self.workflow.path}: job {job.id}: {error}") from error
         if not wanted:
@@ -154,7 +154,7 @@ class _Run:
     def outcome(self) -> Outcome:
         given = self.results.get(self.prefix + self.job.id, Outcome())
         outcome = Outcome(given) if isinstance(given, str) else given
-        if outcome.result not in RESULTS:
+        if outcome.result not in JOB_RESULTS:
             raise WorkflowError(f"job {self.job.id}: {outcome.result!r} is not a result")
         return outcome
 
@@ -169,10 +169,10 @@ class _Run:
             return "implicit success(): " + (", ".join(bad) or "the run was cancelled")
         if self.event.cancelled:
             alive = status_of(self.workflow.closure(job.id), self.states, cancelled=False)
-            if is_truthy(job.gate(Env(self.env.contexts, alive))):
+            if is_truthy(job.effective_condition(Env(self.env.contexts, alive))):
                 return "the run was cancelled"
-        gate = "" if job.states_status else "implicit success() and "
-        return f"if is false: {gate}{false_part(job.condition, self.env)}"
+        implicit = "" if job.states_status else "implicit success() and "
+        return f"if is false: {implicit}{false_part(job.condition, self.env)}"
 
     def expand(self) -> list[dict[str, Any]] | None:
         """Matrix legs, None without a matrix. Uses `include`/`exclude` as GitHub does for added legs."""
@@ -288,7 +288,7 @@ def false_part(condition: str, env: Env) -> str:
 
 
 def counts_as_passed(result: str) -> bool:
-    """Whether GitHub lets a required check with this result through: a skipped one passes, so a gate never skips."""
+    """Whether GitHub lets a required check with this result through: a skipped one passes, so a required check never skips."""
     return result in ("success", "skipped")
 
 

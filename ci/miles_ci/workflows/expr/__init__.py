@@ -29,5 +29,7 @@ __all__ = [
     "is_truthy",
     "parse",
     "status_functions",
+    "syntax",
     "to_text",
+    "values",
 ]

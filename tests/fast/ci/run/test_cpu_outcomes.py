@@ -159,7 +159,7 @@ def test_nothing_is_repeated_where_too_much_failed(everything):
     assert [attempt["cause"] for attempt in test["attempts"]] == ["connection-reset"]
 
 
-def test_dark_tests_are_named(everything):
+def test_never_executed_tests_are_named(everything):
     tests = everything.tests()
     assert "Dead::test_never" in tests["test_dead_cases.py"]["message"]
     assert "pytest.main" in tests["test_swallows.py"]["message"]

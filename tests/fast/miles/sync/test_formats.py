@@ -237,6 +237,15 @@ def test_scale_arrays_are_fused_and_cut_like_their_weight(scale, dtype, experts,
         assert (target.num_shards, target.num_local_experts) == (2, experts)
 
 
+def test_a_scale_reported_as_so_many_shards_is_stacked_like_its_experts():
+    """Six pieces are six pieces; which expert and shard each is of, the weight's own entry says."""
+    table = quantised_table("block128_fp32", dtype=FP8, shapes=[(3, 256, 128), (3, 4, 1)], experts=3)
+    destination, scale = table.entries
+    table = EngineTable(entries=(destination, replace(scale, num_shards=6, num_local_experts=0)))
+    target = targets_of(destination, table)["scale"]
+    assert (target.num_shards, target.num_local_experts) == (2, 3)
+
+
 def test_the_scale_of_a_weight_that_is_not_fused_comes_from_the_weight():
     table = EngineTable(entries=fp8_entries("w", (128, 128)))
     assert targets_of(table.entries[0], table)["scale"].fused_from == ("w",)
