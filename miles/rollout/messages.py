@@ -217,7 +217,7 @@ def _all_versions(
     for meta, request in zip(metas, requests, strict=True):
         text = meta.get("weight_version")
         if type(text) is not str or text not in known:
-            if not is_version(text):
+            if not isinstance(text, str) or not is_version(text):
                 _refuse(engine, request.rid, f"weight_version {str(text)[:80]!r} is not a decimal string")
             known[text] = int(text)
         versions.append(known[text])
