@@ -14,6 +14,7 @@ from typing import Any
 from miles_ci.errors import ExitCode, UsageError, combine_exit_codes
 from miles_ci.files import write_whole
 from miles_ci.history.corridor import MetricVerdict
+from miles_ci.valid_text import valid_text
 
 SCHEMA = 1
 RESULTS_NAME = "results.json"
@@ -75,7 +76,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class TestResult:
-    """One unit with all its attempts. `nodes`: id -> outcome of the last attempt's items, `node_ms` their durations.
+    """One unit with all its attempts. `nodes`: id -> outcome of the last attempt's items, `node_ms` their durations,
+    `subtests`: how many of an item's subtests ended how.
     `reruns`: outcomes of repetitions that only tell flaky from broken.
     `tolerated`: why a bad outcome does not block (declared reason), else empty.
     `only`: the nodes to which `--file` narrowed it, so that it says nothing about the whole unit; else empty."""
@@ -93,6 +95,7 @@ class TestResult:
     metrics: tuple[MetricVerdict, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
     node_ms: Mapping[str, int] = field(default_factory=dict)
+    subtests: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     reruns: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
 
@@ -213,7 +216,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_results(path: Path) -> ShardResults:
     """Read a results.json back; `UsageError` names the file and what is wrong with it."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = valid_text(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:

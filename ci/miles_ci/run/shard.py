@@ -187,6 +187,7 @@ def finish(
         metrics=tuple(metrics),
         nodes={node: item.outcome or "unfinished" for node, item in evidence.items.items()},
         node_ms={node: round(item.seconds * 1000) for node, item in evidence.items.items()},
+        subtests={node: dict(item.subtests) for node, item in evidence.items.items() if item.subtests},
         only=unit.only,
     )
 

@@ -11,12 +11,13 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from miles_ci.run.judge.retry import FailedTest
 from miles_ci.run.judge.signature import Frame, signature
+from miles_ci.valid_text import valid_text
 
 MESSAGE_LIMIT = 2_000
 CRASH = "crash"
@@ -46,7 +47,9 @@ class Failure:
 
 @dataclass
 class Item:
-    """One collected node: `outcome` passed, failed, error, skipped or xfailed; None while it has not finished."""
+    """One collected node: `outcome` passed, failed, error, skipped or xfailed; None while it has not finished.
+    `subtests`: how many of its subtests ended how. A failed one fails the item, as in pytest; the others say nothing
+    about it."""
 
     node: str
     started: bool = False
@@ -54,6 +57,7 @@ class Item:
     seconds: float = 0.0
     reason: str = ""
     failures: list[Failure] = field(default_factory=list)
+    subtests: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -139,7 +143,7 @@ class EventReader:
                 event = json.loads(line)
             except ValueError:
                 continue
-            _apply(self._observed, event)
+            _apply(self._observed, valid_text(event))
         return self._observed
 
 
@@ -186,12 +190,18 @@ def _apply(observed: Observed, event: dict[str, Any]) -> None:
 def _apply_phase(evidence: FileEvidence, event: dict[str, Any]) -> None:
     item = evidence.items.setdefault(event["node"], Item(event["node"]))
     when, outcome = event["when"], event["outcome"]
+    if "subtest" in event:
+        _apply_subtest(item, event)
+        return
     # xdist names the first unfinished test of a dead worker; only a start of its own shows that it was running.
     item.started = item.started or when in _PHASES
     item.seconds += event["seconds"]
     if outcome == "failed":
         item.outcome = "failed" if when == "call" and item.outcome != "error" else "error"
-        item.failures.append(_failure(event["node"], event.get("failure"), "", event.get("output", "")))
+        failure = _failure(event["node"], event.get("failure"), "", event.get("output", ""))
+        # pytest's own "contains 1 failed subtest" adds nothing to the failures it counts.
+        if not (failure.kind == CRASH and item.subtests["failed"]):
+            item.failures.append(failure)
     elif outcome == "skipped" and item.outcome is None:
         item.outcome = "xfailed" if "xfail" in event else "skipped"
         item.reason = event.get("xfail") or event.get("reason", "")
@@ -201,6 +211,17 @@ def _apply_phase(evidence: FileEvidence, event: dict[str, Any]) -> None:
             item.outcome, item.reason = "skipped", f"xfail(run=False) {item.reason[never.end() :]}".strip()
     elif when == "call" and item.outcome is None:
         item.outcome = "passed"
+    if when == "call" and item.subtests["failed"] and item.outcome != "error":
+        item.outcome = "failed"
+
+
+def _apply_subtest(item: Item, event: dict[str, Any]) -> None:
+    """Its time is part of the item's own, and only its failure part of the item's outcome."""
+    outcome = "xfailed" if "xfail" in event and event["outcome"] == "skipped" else event["outcome"]
+    item.subtests[outcome] += 1
+    if outcome == "failed":
+        failure = _failure(event["node"], event.get("failure"), "", event.get("output", ""))
+        item.failures.append(replace(failure, message=f"subtest {event['subtest']}: {failure.message}"[:MESSAGE_LIMIT]))
 
 
 def _failure(node: str, details: Mapping[str, Any] | None, text: str, output: str) -> Failure:

@@ -14,12 +14,14 @@ import faulthandler
 import json
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miles_ci.run.slug import slug
+from miles_ci.valid_text import valid_text
 
 OUTPUT_LIMIT = 20_000
 MESSAGE_LIMIT = 4_000
@@ -27,6 +29,8 @@ MAX_FRAMES = 40
 LEASE_MISMATCH_EXIT = 3
 
 _EVENTS_KEY = "miles_ci_events"
+# Reports of one subtest, which pytest knows since 9.0; an item's own reports come beside them.
+_SUBTEST: tuple[type, ...] = (pytest.SubtestReport,) if hasattr(pytest, "SubtestReport") else ()
 
 # Taken before pytest captures fd 2, so that stacks reach the log even from inside a captured test.
 _STACKS = os.fdopen(os.dup(2), "w")
@@ -166,6 +170,8 @@ class EventWriter:
             "outcome": report.outcome,
             "seconds": round(getattr(report, "duration", 0.0), 4),
         }
+        if isinstance(report, _SUBTEST):
+            event["subtest"] = report._sub_test_description()[:MESSAGE_LIMIT]
         if hasattr(report, "wasxfail"):
             event["xfail"] = str(report.wasxfail)
         if report.skipped and isinstance(report.longrepr, tuple):
@@ -194,6 +200,21 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     if report.failed and call.excinfo is not None:
         report.miles_ci = describe(call.excinfo, Path(str(item.config.rootpath)), Path(str(item.path)))
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable():
+    """What a worker sends must be valid text: half of a surrogate pair would end the worker, and with it the run."""
+    return valid_text((yield))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """Warnings travel by a way of their own."""
+    text = str(warning_message.message)
+    if valid_text(text) != text:
+        warning_message.message = UserWarning(f"{warning_message.category.__name__}: {valid_text(text)}")
+        warning_message.category = UserWarning
 
 
 @pytest.hookimpl(wrapper=True)
