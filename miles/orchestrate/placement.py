@@ -30,6 +30,8 @@ class NodeFacts:
     address: str
     cpus: int
     gpus: int
+    # What the node reports for people; 0 where nobody was asked.
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

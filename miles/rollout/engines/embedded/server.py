@@ -148,12 +148,12 @@ class EngineServer:
 
     async def release_memory(self, request: Request) -> Response:
         if await self.weights.release_memory(await _tags(request)):
-            return json_reply({"success": True, "message": "released"})
+            return json_reply({"success": True, "message": "released", "held": self._scheduler.held_bytes()})
         return error_reply(400, "busy", "memory is not released while requests run; pause with abort or retract first")
 
     async def resume_memory(self, request: Request) -> Response:
         await self.weights.resume_memory(await _tags(request))
-        return json_reply({"success": True, "message": "resumed"})
+        return json_reply({"success": True, "message": "resumed", "held": self._scheduler.held_bytes()})
 
     async def health(self, request: Request) -> Response:
         failure = self._scheduler.failure
