@@ -159,7 +159,7 @@ def keeping_signal_handlers(*stops: Callable[[], object]) -> Iterator[Callable[[
             _set_handlers(handlers)
 
 
-def _set_handlers(handlers: Mapping[int, Any]) -> None:
+def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
     """Only the main thread may set handlers."""
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
@@ -222,7 +222,7 @@ def _base() -> str:
     return chosen if len(chosen) <= LONGEST_BASE else "/tmp"
 
 
-def _import_ray():
+def _import_ray() -> Any:
     # Other users of this machine reach the loopback, too: a token of this run keeps them out.
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
