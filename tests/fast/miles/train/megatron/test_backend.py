@@ -221,7 +221,14 @@ def test_install_hook_sees_every_chunk_before_gradient_buffers_exist(ranks, tool
         def install(model, hf_names):
             seen.append(all(not hasattr(parameter, "main_grad") for parameter in model.parameters()))
 
-        arguments = {"rank": 0, "world_size": 1, "device": "cpu", "master_addr": "127.0.0.1", "master_port": 0, "seed": 0}
+        arguments = {
+            "rank": 0,
+            "world_size": 1,
+            "device": "cpu",
+            "master_addr": "127.0.0.1",
+            "master_port": 0,
+            "seed": 0,
+        }
         MegatronBackend(
             config=TrainConfig(), algo=AlgoConfig(), model_dir=model_dir, install=install, **arguments
         ).init()
