@@ -56,11 +56,12 @@ test-nightly: $(DEV_READY) $(NODE_READY) ## the CPU suites with what only runs a
 	TESTS_PROFILE=nightly $(BIN)/miles-ci run --suite stage-b-cpu --cadence nightly --quiet
 
 .PHONY: lint
-lint: $(DEV_READY) ## formatting, lint, types, layers, registry, workflows
+lint: $(DEV_READY) ## formatting, lint, types, layers, dead code, registry, workflows
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m checks.reachable
 	$(BIN)/miles-ci lint --workflows
 	$(BIN)/miles-ci generate --check
 

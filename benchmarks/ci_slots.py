@@ -34,11 +34,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "ci"))
 
 from miles_ci.plan.slots import lower_bound, schedule, start_key  # noqa: E402
-from miles_ci.run import supervise  # noqa: E402
-from miles_ci.run.devices import Device  # noqa: E402
-from miles_ci.run.dispatch import dispatch  # noqa: E402
-from miles_ci.run.slots import LeaseManager, Request  # noqa: E402
-from miles_ci.run.supervise import Command  # noqa: E402
+from miles_ci.run.devices.dispatch import dispatch  # noqa: E402
+from miles_ci.run.devices.inventory import Device  # noqa: E402
+from miles_ci.run.devices.slots import LeaseManager, Request  # noqa: E402
+from miles_ci.run.process import supervisor_client  # noqa: E402
+from miles_ci.run.process.supervisor_client import Command  # noqa: E402
 
 WIDTH = 8
 WEIGHTS = {1: 4, 2: 3, 4: 2, 8: 1}
@@ -74,7 +74,7 @@ def run_one(job: Job, folder: Path, fds: tuple[int, ...] = ()) -> None:
         timeout_s=job.ms / 1000 + 60,
         private_fds=fds,
     )
-    ended = supervise.run(command)
+    ended = supervisor_client.run(command)
     if ended.reason != "exited" or ended.exit_code != 0:
         raise RuntimeError(f"{job.id}: {ended}")
 
@@ -100,7 +100,7 @@ def overhead_ms(folder: Path, rounds: int = 30) -> tuple[float, float]:
     for number in range(rounds):
         command = Command(["/bin/true"], folder, {}, folder / f"true-{number}.log", 30.0)
         started = time.monotonic()
-        supervise.run(command)
+        supervisor_client.run(command)
         supervised.append(time.monotonic() - started)
         started = time.monotonic()
         subprocess.run(["/bin/true"], check=True)

@@ -46,7 +46,7 @@ pools:
 suites:
   stage-a-cpu: {tier: a, backend: cpu, hardware: [cpu], runs_on: [ubuntu], target_wall_s: 300, max_shards: 4, timeout_s: 900, test_timeout_s: 300, owner: ci}
   stage-b-gpu:
-    {tier: b, backend: cuda, hardware: [h200], gpus: 1, pools: [h200-1gpu], gate: stage-a-cpu, target_wall_s: 900, max_shards: 4, timeout_s: 1800, test_timeout_s: 900, owner: ci}
+    {tier: b, backend: cuda, hardware: [h200], gpus: 1, pools: [h200-1gpu], needs: stage-a-cpu, target_wall_s: 900, max_shards: 4, timeout_s: 1800, test_timeout_s: 900, owner: ci}
 labels:
   domain:
     kernels: {description: "Triton kernels", owner: kernels}
@@ -66,13 +66,13 @@ retry:
 """
 
 SOURCE = """\
-from miles_ci.declare import register_cuda_ci, register_ci_gate
+from miles_ci.declare import register_cuda_ci, register_metric_bound
 
 register_cuda_ci(
     est_time=60, suite="stage-b-gpu", hardware=["h200"], num_gpus=1, labels=["kernels"],
     disabled={"reason": "fails on the new driver", "issue": "#12", "until": "2026-12-24"},
 )
-register_ci_gate("loss", rel_up=0.1, abs_down=1e-3, steps=[1, 2])
+register_metric_bound("loss", rel_up=0.1, abs_down=1e-3, steps=[1, 2])
 
 
 def test_it():

@@ -17,7 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu_timing import GIB, copy_and_fill_ms, extra_memory, header, measure, write
 
-from miles.algos.sampling_mask import support_log_probs, support_log_probs_dense
+from miles.algos.log_probs import vocab_parallel_scores
+from miles.algos.sampling_mask import support_log_probs
 
 
 def supports(rows: int, vocab: int, mean: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,6 +31,15 @@ def supports(rows: int, vocab: int, mean: int) -> tuple[torch.Tensor, torch.Tens
     starts = torch.randint(0, vocab, (rows,), device="cuda", generator=generator)
     # 7919 is prime and vocab is not a multiple of it: a row's ids are distinct and spread out.
     return (torch.repeat_interleave(starts, counts) + within * 7919) % vocab, offsets
+
+
+def support_log_probs_dense(
+    logits: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor, *, vocab_size: int
+) -> torch.Tensor:
+    """The alternative: mask the logits to -inf outside the support."""
+    outside = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
+    outside[torch.repeat_interleave(torch.arange(len(logits), device=logits.device), offsets.diff()), ids] = False
+    return vocab_parallel_scores(logits.masked_fill(outside, -torch.inf), targets, vocab_size=vocab_size)[0]
 
 
 def main() -> int:
@@ -50,7 +60,7 @@ def main() -> int:
     slope = torch.randn(rows, device="cuda")
 
     def sparse() -> torch.Tensor:
-        out = support_log_probs(logits, targets, ids, offsets, vocab_size=vocab).log_probs
+        out = support_log_probs(logits, targets, ids, offsets, vocab_size=vocab)
         return torch.autograd.grad((out * slope).sum(), logits)[0]
 
     def dense() -> torch.Tensor:

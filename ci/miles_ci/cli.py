@@ -28,13 +28,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("miles_ci.commands.plan", "select tests and divide them into shards"),
     "explain": ("miles_ci.commands.explain", "why each test runs or does not, with the deciding line"),
     "run": ("miles_ci.commands.run", "run a suite, a shard or a file"),
-    "results": ("miles_ci.commands.results", "merge results of shards and find dark tests"),
-    "gate": ("miles_ci.commands.gate", "evaluate metric gates, show and promote their history"),
+    "results": ("miles_ci.commands.results", "merge results of shards and find tests that were never executed"),
+    "metric-bound": ("miles_ci.commands.metric_bound", "evaluate metric bounds, show and promote their history"),
     "tune": ("miles_ci.commands.tune", "learn durations, report drift, rewrite est_time"),
     "simulate": ("miles_ci.commands.simulate", "queue times and utilisation of the fleet under load"),
     "doctor": ("miles_ci.commands.doctor", "what this machine has, which suites run here, and why the rest do not"),
     "generate": ("miles_ci.commands.generate", "write the GitHub workflows from registry.yaml"),
-    "act": ("miles_ci.commands.act", "which workflow jobs would run for an event, and why"),
+    "simulate-workflow": ("miles_ci.commands.simulate_workflow", "which workflow jobs would run for an event, and why"),
     "bot": ("miles_ci.commands.bot", "jobs of the comment bots (used by the workflows)"),
     "report": ("miles_ci.commands.report", "analyse results and write status cards"),
     "images": ("miles_ci.commands.images", "content keys of images, edits and patches"),
@@ -128,7 +128,7 @@ def usage() -> str:
         "",
         f"`{PROGRAM} COMMAND --help` shows the options of one command.",
         "exit codes: 0 ok · 1 test failure · 2 usage, configuration, declaration · 3 infrastructure only · 4 zero tests",
-        "            5 dark test or plan mismatch · 6 metric gate · 7 generated file drift · 130 interrupted",
+        "            5 test never executed or plan mismatch · 6 metric bound · 7 generated file drift · 130 interrupted",
     ]
     return "\n".join(lines)
 

@@ -56,8 +56,8 @@ class Machine:
 
 def examine(fleet: Fleet, *, check_health: bool = True) -> Machine:
     """Look at this machine. Never raises for a missing or broken driver: that is a finding."""
-    from miles_ci.run.devices import host_devices, inherited
-    from miles_ci.run.health import check
+    from miles_ci.run.devices.health import check
+    from miles_ci.run.devices.inventory import host_devices, inherited
 
     found: list[DeviceReport] = []
     drivers: dict[str, str] = {}

@@ -17,7 +17,7 @@ VARIABLES: dict[str, str] = {
     "MILES_CI_CACHE_DIR": "Folder of the scan cache (default: .miles-ci in the repository).",
     "MILES_CI_HISTORY_URL": "History store: sqlite:///path or postgresql://…; a secret on CI.",
     "MILES_CI_LOCK_DIR": "Folder with one lock file per GPU, shared by all runner processes of a host.",
-    "MILES_CI_METRICS_DIR": "Set for each test: where it writes the metric records that gates read.",
+    "MILES_CI_METRICS_DIR": "Set for each test: where it writes the metric records that bounds read.",
     "MILES_CI_PORT_BASE": "Set for each test: first of the 200 ports that belong to its lease.",
     "MILES_CI_PLAN": "Path of the uploaded plan that a shard verifies and runs.",
     "MILES_CI_PLAN_DIGEST": "Digest of the plan a shard must run; another plan is refused.",

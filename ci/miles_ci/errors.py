@@ -20,8 +20,8 @@ class ExitCode(IntEnum):
     CONFIG = 2
     INFRA = 3
     ZERO_TESTS = 4
-    DARK_TEST = 5
-    METRIC_GATE = 6
+    NEVER_EXECUTED = 5
+    METRIC_BOUND = 6
     DRIFT = 7
     INTERRUPTED = 130
 
@@ -55,7 +55,7 @@ class UsageError(CiError):
 class PlanMismatch(CiError):
     """A shard was handed another plan than the one it must run."""
 
-    exit_code = ExitCode.DARK_TEST
+    exit_code = ExitCode.NEVER_EXECUTED
 
 
 @dataclass(frozen=True, order=True)

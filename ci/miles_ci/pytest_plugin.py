@@ -193,7 +193,7 @@ def machine(space: Workspace) -> dict[str, int]:
     """Hardware model -> how many of it this process may use. A driver that cannot answer counts as no device."""
     from miles_ci.errors import CiError
     from miles_ci.registry.identify import model_of
-    from miles_ci.run.devices import host_devices, inherited
+    from miles_ci.run.devices.inventory import host_devices, inherited
 
     found: dict[str, int] = {}
     for backend in ("cuda", "rocm"):

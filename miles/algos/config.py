@@ -207,10 +207,6 @@ class AlgoConfig(StrictModel):
     def needs_teacher(self) -> bool:
         return self.opd_coef > 0.0
 
-    @property
-    def needs_rollout_log_probs(self) -> bool:
-        return self.correction.active or self.correction.bypass
-
     def _idle_unless(self) -> tuple[tuple[str, bool, str], ...]:
         """(option, whether it acts, what it acts with): setting one that does not act is refused."""
         advantage, loss = self.declared_advantage, self.declared_loss

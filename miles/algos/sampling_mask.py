@@ -1,32 +1,17 @@
 """Log-probs of given tokens on the sampler's support S_t: log p_S(y) = z_y - log sum_{v in S_t} exp(z_v).
 
-`support_log_probs` reads only the logits at the support's ids: O(sum |S_t|) memory, no dense mask.
-`support_log_probs_dense` masks the logits instead: the reference, and the faster choice for wide supports.
+Only the logits at the support's ids are read: O(sum |S_t|) memory, no dense mask.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from miles.algos.collectives import all_reduce, group_rank, group_size
-from miles.algos.log_probs import check_temperature, target_check, vocab_parallel_scores
-
-
-@dataclass(frozen=True, slots=True)
-class SupportScores:
-    """`log_probs` fp32 [n] with gradient; `lse` fp32 [n] detached: log of the support's unnormalised mass."""
-
-    log_probs: torch.Tensor
-    lse: torch.Tensor
-
-
-def support_mass(scores: SupportScores, full_lse: torch.Tensor) -> torch.Tensor:
-    """exp(lse_S - lse_full): the probability that the full softmax gives to the support, fp32 [n]."""
-    return (scores.lse - full_lse).exp()
+from miles.algos.log_probs import check_temperature, target_check
 
 
 def support_log_probs(
@@ -38,10 +23,10 @@ def support_log_probs(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
-) -> SupportScores:
-    """Scores on the CSR support. logits [n, V/tp]; targets int64 [n]; ids int64 [E]; offsets int64 [n+1].
+) -> torch.Tensor:
+    """fp32 [n] with gradient, on the CSR support. logits [n, V/tp]; targets int64 [n]; ids int64 [E]; offsets int64 [n+1].
 
-    As in the dense form, a target outside its support has log-prob -inf and ids of padding columns do not count.
+    A target outside its support has log-prob -inf and ids of padding columns do not count.
     Deterministic: rows are reduced in order, and the backward writes each unique (row, id) once.
     """
     check_temperature(temperature)
@@ -51,9 +36,9 @@ def support_log_probs(
         raise ValueError(f"support: {len(offsets) - 1} rows for {n} logit rows; pass the masks of these tokens")
     counts = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(n, device=logits.device), counts, output_size=len(ids))
-    log_probs, lse = _Support.apply(logits, targets, ids, rows, offsets, vocab_size, group, temperature)
+    log_probs: torch.Tensor = _Support.apply(logits, targets, ids, rows, offsets, vocab_size, group, temperature)
     refuse_outside()
-    return SupportScores(log_probs, lse)
+    return log_probs
 
 
 class _Support(torch.autograd.Function):
@@ -68,7 +53,7 @@ class _Support(torch.autograd.Function):
         vocab_size: int,
         group: dist.ProcessGroup | None,
         temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         n, width = logits.shape
         start = group_rank(group) * width
         local = (ids >= start) & (ids < min(start + width, vocab_size))
@@ -76,7 +61,6 @@ class _Support(torch.autograd.Function):
         z = logits[rows, columns].float() / temperature
         z = torch.where(local, z, -torch.inf)
         if n == 0:
-            empty = logits.new_zeros(0, dtype=torch.float32)
             ctx.save_for_backward(columns, rows, z, local, torch.zeros_like(local))
             ctx.shape, ctx.dtype, ctx.temperature, ctx.sharded = (
                 logits.shape,
@@ -84,8 +68,7 @@ class _Support(torch.autograd.Function):
                 temperature,
                 group_size(group) > 1,
             )
-            ctx.mark_non_differentiable(empty)
-            return empty.clone(), empty
+            return logits.new_zeros(0, dtype=torch.float32)
         chosen = local & (ids == targets[rows])
         # The target's logit is a maximum too: of one value, and -inf where its support does not hold it.
         maxima = torch.stack(
@@ -109,11 +92,10 @@ class _Support(torch.autograd.Function):
             temperature,
             group_size(group) > 1,
         )
-        ctx.mark_non_differentiable(lse)
-        return target - lse, lse
+        return target - lse
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_log_probs: torch.Tensor) -> tuple[Any, ...]:
         columns, rows, p, local, chosen = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad_log_probs.device)
         values = (chosen.to(torch.float32) - p) * grad_log_probs[rows] / ctx.temperature
@@ -122,47 +104,6 @@ class _Support(torch.autograd.Function):
         # (row, id) pairs are unique, so no two writes meet.
         grad[rows, columns] = values.to(ctx.dtype)
         return grad, None, None, None, None, None, None, None
-
-
-def dense_mask(
-    ids: torch.Tensor, offsets: torch.Tensor, *, width: int, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """bool [n, V/tp]: which columns of this shard belong to each row's support."""
-    n = len(offsets) - 1
-    start = group_rank(group) * width
-    rows = torch.repeat_interleave(torch.arange(n, device=ids.device), offsets.diff(), output_size=len(ids))
-    local = (ids >= start) & (ids < start + width)
-    mask = torch.zeros((n, width), dtype=torch.bool, device=ids.device)
-    mask[rows[local], ids[local] - start] = True
-    return mask
-
-
-def support_log_probs_dense(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: torch.Tensor,
-    *,
-    vocab_size: int,
-    group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
-    inplace: bool = False,
-) -> torch.Tensor:
-    """The same log-probs, fp32 [n], by masking the logits to -inf outside the support.
-
-    `inplace=True` overwrites `logits`: only without gradient, or when the caller owns the buffer and has already
-    taken the entropy from it. `ValueError` when autograd would need the overwritten values.
-    """
-    outside = ~dense_mask(ids, offsets, width=logits.shape[1], group=group)
-    if inplace:
-        if torch.is_grad_enabled() and logits.requires_grad:
-            raise ValueError(
-                "support_log_probs_dense: inplace=True would overwrite logits that autograd needs; use inplace=False"
-            )
-        masked_logits = logits.masked_fill_(outside, -torch.inf)
-    else:
-        masked_logits = logits.masked_fill(outside, -torch.inf)
-    return vocab_parallel_scores(masked_logits, targets, vocab_size=vocab_size, group=group, temperature=temperature)[0]
 
 
 def support_log_softmax(
@@ -221,13 +162,3 @@ class _SupportSoftmax(torch.autograd.Function):
             # (row, id) pairs are unique, so no two writes meet.
             out[rows[local], columns[local]] = values[local].to(ctx.dtype)
         return out, None, None, None, None, None
-
-
-__all__ = [
-    "SupportScores",
-    "dense_mask",
-    "support_log_probs",
-    "support_log_probs_dense",
-    "support_log_softmax",
-    "support_mass",
-]

@@ -10,6 +10,7 @@ from typing import Any
 
 from miles.config import MilesError
 from miles.config.files import write_atomic
+from miles.config.json_text import parse_json
 
 SCHEMA = 3
 COMPLETE = "COMPLETE"
@@ -57,7 +58,7 @@ def verify(folder: Path) -> int:
 def read_json(path: Path) -> Any:
     """`ReplayError` when it is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ReplayError(f"{path}: cannot be read as JSON ({error}); {AGAIN}") from error
 

@@ -176,11 +176,6 @@ class RolloutSamplingMask:
         self._check_log_probs("ref_log_probs", owned)
         return self._trusted(self.ids, self.offsets, self.vocab_size, self.log_probs, owned)
 
-    def prefix(self, n: int) -> RolloutSamplingMask:
-        if not 0 <= n <= len(self):
-            raise IndexError(f"sampling mask: prefix of {n} rows of {len(self)}")
-        return self._slice(0, n)
-
     def select(self, indices: Sequence[int] | np.ndarray | range) -> RolloutSamplingMask:
         """Rows in the given order. A unit-step range shares memory with this mask; others are copied by runs."""
         if isinstance(indices, range) and indices.step == 1:

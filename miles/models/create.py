@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from miles.config.json_text import parse_json
 from miles.models import registry
 from miles.models.config import ModelShape
 from miles.models.errors import ModelError
@@ -49,9 +50,9 @@ def read_tokenizer(directory: Path) -> tuple[int, dict[str, int | None]]:
     """(vocabulary size including added tokens, special token ids by config.json key) of a tokenizer folder."""
     path = directory / "tokenizer.json"
     try:
-        tokenizer = json.loads(path.read_text())
+        tokenizer = parse_json(path.read_text())
         settings_path = directory / "tokenizer_config.json"
-        settings = json.loads(settings_path.read_text()) if settings_path.exists() else {}
+        settings = parse_json(settings_path.read_text()) if settings_path.exists() else {}
     except FileNotFoundError:
         raise ModelError(f"{path}: file is missing; give a folder with a tokenizer.json") from None
     except json.JSONDecodeError as error:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from miles.config.errors import ConfigError
 from miles.config.files import storage_error, write_atomic
+from miles.config.json_text import parse_json
 
 
 class MetricsLogError(ConfigError):
@@ -78,7 +79,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):

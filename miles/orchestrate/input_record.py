@@ -15,6 +15,7 @@ from pathlib import Path
 
 from miles.config import ConfigError, user_code
 from miles.config.files import write_atomic
+from miles.config.json_text import parse_json
 from miles.orchestrate.errors import RunFolderError
 from miles.orchestrate.run_folder import RunFolder
 from miles.recipe import Recipe
@@ -80,7 +81,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 def _read(path: Path) -> dict[str, Fingerprint] | None:
     try:
-        files = json.loads(path.read_text())["files"] if path.exists() else None
+        files = parse_json(path.read_text())["files"] if path.exists() else None
     except (OSError, ValueError, KeyError, TypeError):
         files = ()
     if files is None or isinstance(files, dict):

@@ -40,8 +40,8 @@ class TrainingLoop:
     schedule: ScheduleConfig
     record: Callable[[Row], None]
     before_checkpoint: Callable[[], None]
+    watch: GradientWatch
     version: int = 0
-    watch: GradientWatch | None = None
 
     async def run(self, first_step: int) -> None:
         """Steps `first_step` to `run.steps` - 1; a checkpoint now and then and after the last."""
@@ -57,18 +57,18 @@ class TrainingLoop:
 
     async def one_step(self, step: int) -> None:
         """One step of training, as a textbook has it."""
-        watch = Stopwatch()
-        with watch.measure("time/rollout"):
+        clock = Stopwatch()
+        with clock.measure("time/rollout"):
             batch = await self.rollout.collect(step)
-        with watch.measure("time/score"):
+        with clock.measure("time/score"):
             await self.score(batch.samples)
-        with watch.measure("time/prepare"):
+        with clock.measure("time/prepare"):
             prepared = self.prepare(batch.samples)
-        with watch.measure("time/train"):
+        with clock.measure("time/train"):
             trained = await self.train(step, prepared)
-        with watch.measure("time/sync"):
+        with clock.measure("time/sync"):
             await self.sync_weights(skipped=bool(trained["train/step_skipped"]))
-        self.record(self.row(step, batch, prepared.metrics | trained, watch.finish()))
+        self.record(self.row(step, batch, prepared.metrics | trained, clock.finish()))
 
     async def score(self, samples: list[Sample]) -> None:
         """Write into the samples what the algorithm needs beside what the engine gave: one pass for each score."""
@@ -127,8 +127,7 @@ class TrainingLoop:
             "rollout/tokens_per_s": tokens / times["time/step"],
             **times,
         }
-        if self.watch is not None:
-            row |= self.watch.see(row)
+        row |= self.watch.see(row)
         if not metrics["train/step_skipped"]:
             self.recipe.quant.check_gates(row)
         return row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from miles.orchestrate.placement import LOOPBACK, ClusterFacts, NodeFacts
@@ -23,12 +22,7 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def memory_bytes() -> int:
-    """Physical memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def this_machine() -> ClusterFacts:
     """The cluster that the command starts for itself: one node, with a process for every actor that fits at all."""
-    node = NodeFacts(LOCAL, LOOPBACK, cpus=MOST_PROCESSES, gpus=visible_gpus(), memory_bytes=memory_bytes())
+    node = NodeFacts(LOCAL, LOOPBACK, cpus=MOST_PROCESSES, gpus=visible_gpus())
     return ClusterFacts((node,), driver=LOCAL)

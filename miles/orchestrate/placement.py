@@ -30,7 +30,6 @@ class NodeFacts:
     address: str
     cpus: int
     gpus: int
-    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from typing import Any
 
 from miles.config import ConfigError, environment
 from miles.config.files import storage_error, write_atomic
+from miles.config.json_text import parse_json
 from miles.config.overrides import parse_override
 from miles.orchestrate.errors import RunFolderError
 from miles.recipe import Recipe, digest
@@ -85,7 +86,7 @@ class RunFolder:
         if not self.result.exists():
             return None
         try:
-            result = json.loads(self.result.read_text())
+            result = parse_json(self.result.read_text())
         except (OSError, ValueError) as error:
             raise self._no_result(type(error).__name__) from None
         if not isinstance(result, dict) or not isinstance(result.get("line"), str):
@@ -181,7 +182,7 @@ def _record_recipe(folder: RunFolder, recipe: Recipe) -> None:
         )
     if folder.recipe.exists():
         try:
-            stored = Recipe.model_validate_json(json.dumps(json.loads(folder.recipe.read_text())["recipe"]))
+            stored = Recipe.model_validate_json(json.dumps(parse_json(folder.recipe.read_text())["recipe"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
                 f"{folder.recipe}: cannot be read as a recipe of this version ({type(error).__name__}); "

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles.quant.patterns import compile_bounded
+
 _SHARED = re.compile(r"(^|\.)(shared_experts?|shared_expert_gate)(\.|$)")
 _HALVES = r"(?:gate|up|down)_proj|gate_up_proj"
 _ROUTED = re.compile(
@@ -73,9 +75,11 @@ class Ignore:
                 raise ValueError(f"ignore entry {entry!r} is empty: it would match everything or nothing")
             if entry.startswith("re:"):
                 try:
-                    patterns.append(re.compile(entry[3:]))
-                except re.error as error:
-                    raise ValueError(f"ignore entry {entry!r} is no regular expression: {error}") from error
+                    patterns.append(compile_bounded(entry[3:]))
+                except (re.error, RecursionError, OverflowError) as error:
+                    raise ValueError(f"ignore entry {entry[:250]!r} is no regular expression: {error}") from error
+                except ValueError as error:
+                    raise ValueError(f"ignore entry {entry[:250]!r} {error}") from error
         object.__setattr__(self, "_patterns", tuple(patterns))
 
     def matches(self, name: str) -> bool:

@@ -16,7 +16,7 @@ import orjson
 
 from miles.rollout import access
 from miles.rollout.errors import EngineCapabilityError, EngineHttpError, EngineReplyError, EngineUnreachable
-from miles.rollout.messages import GenerateRequest, GenerateResult, SamplingParams, batch_body, read_replies
+from miles.rollout.messages import GenerateRequest, GenerateResult, SamplingParams, batch_body, is_version, read_replies
 
 __all__ = ["Engine", "EngineClient", "EngineInfo", "GenerateRequest", "GenerateResult", "SamplingParams"]
 
@@ -171,8 +171,10 @@ class EngineClient:
     async def weight_version(self) -> int:
         """The version that the engine serves (the last complete one)."""
         text = (await self._json("GET", "/model_info")).get("weight_version")
-        if not isinstance(text, str) or not text.isdecimal():
-            raise EngineReplyError(f"engine {self.url}: /model_info: weight_version {text!r} is not a decimal string")
+        if not is_version(text):
+            raise EngineReplyError(
+                f"engine {self.url}: /model_info: weight_version {str(text)[:80]!r} is not a decimal string"
+            )
         return int(text)
 
     async def pause(self, mode: str = "retract") -> None:

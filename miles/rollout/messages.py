@@ -202,6 +202,11 @@ def _place(at: int, requests: Sequence[GenerateRequest], ends: list[int], what: 
     return requests[index].rid, f"output_token_logprobs[{at - start}]: {what}"
 
 
+def is_version(text: Any) -> bool:
+    """A decimal string below 10^18, so that it fits int64 and `int` reads it."""
+    return isinstance(text, str) and 0 < len(text) <= 18 and text.isascii() and text.isdigit()
+
+
 def _all_versions(
     metas: Sequence[Mapping[str, Any]], counts: Sequence[int], requests: Sequence[GenerateRequest], engine: str
 ) -> tuple[list[int], list[np.ndarray]]:
@@ -211,8 +216,8 @@ def _all_versions(
     for meta, request in zip(metas, requests, strict=True):
         text = meta.get("weight_version")
         if type(text) is not str or text not in known:
-            if not isinstance(text, str) or not text.isdecimal():
-                _refuse(engine, request.rid, f"weight_version {text!r} is not a decimal string")
+            if not is_version(text):
+                _refuse(engine, request.rid, f"weight_version {str(text)[:80]!r} is not a decimal string")
             known[text] = int(text)
         versions.append(known[text])
     # Nearly all replies are of one version: rows of one array, and others where a reply says so.
@@ -228,10 +233,10 @@ def _all_versions(
 def _version_runs(spans: Any, count: int, request: GenerateRequest, engine: str) -> np.ndarray:
     try:
         array = np.array([[int(v), n] for v, n in spans], dtype=np.int64).reshape(-1, 2)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         array = None
     if array is None or int(array[:, 1].sum()) != count or (len(array) and array[:, 1].min() < 1):
-        _refuse(engine, request.rid, f"weight_version_spans {spans!r} do not add up to {count} tokens")
+        _refuse(engine, request.rid, f"weight_version_spans {str(spans)[:200]} do not add up to {count} tokens")
     return array
 
 

@@ -19,11 +19,15 @@ def sync() -> None:
 def diff(
     url: Annotated[str, typer.Argument(metavar="URL", help="the engine's address, e.g. http://127.0.0.1:30000")],
     checkpoint: Annotated[Path, typer.Option(metavar="DIR", help="Hugging Face model folder to compare with")],
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="file of mode 0600 with the token that the engine wants")
+    ] = None,
 ) -> None:
     """Compare every weight that an engine holds with a checkpoint, by digest; exit code 1 when any differs."""
+    from miles.rollout.access import read_file
     from miles.sync.diff import diff_engine
 
-    found = diff_engine(url, checkpoint)
+    found = diff_engine(url, checkpoint, token=None if token_file is None else read_file(token_file))
     typer.echo(f"{url}: version {found.version} ({found.state}), {found.equal} equal, {len(found.differing)} differ")
     for name in found.differing:
         typer.echo(name)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.config.files import storage_error, sync_folder, write_atomic
+from miles.config.json_text import parse_json
 from miles.train.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Manifest:
     def from_json(cls, text: str, where: Path) -> Manifest:
         """`CheckpointError` for anything but a manifest of this schema."""
         try:
-            values = json.loads(text)
+            values = parse_json(text)
             if values["schema"] != SCHEMA:
                 raise CheckpointError(
                     f"{where}: schema {values['schema']} is not {SCHEMA}; use the version that wrote it"

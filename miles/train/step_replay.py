@@ -54,10 +54,6 @@ class ReplayReport:
     differences: tuple[str, ...]
     failure: StepFailure | None = None  # what ended the step here, as it did when it was recorded
 
-    @property
-    def reproduced(self) -> bool:
-        return not self.differences
-
 
 def record_step(
     backend: MegatronBackend, batch: RankBatch, root: Path, *, step: int, manifest: Mapping[str, Any]

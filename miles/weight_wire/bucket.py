@@ -10,7 +10,8 @@ them. A piece lands in a whole destination, or in the slot `slot` of a fused one
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,8 @@ from miles.config import MilesError
 
 SCHEMA = 1
 MASK64 = (1 << 64) - 1
+MAX_NAME, MAX_DIMS, MAX_PIECES = 512, 8, 1 << 16
+_DIGEST = re.compile(r"0x[0-9a-f]{1,16}")
 WORDS_PER_CHUNK = 1 << 16
 
 DTYPES: dict[str, torch.dtype] = {
@@ -118,9 +121,11 @@ class Piece:
         if not isinstance(wire, list) or len(wire) != 7:
             raise WeightWireError(f"bucket piece must be a list of 7 fields, got {wire!r:.80}")
         name, dtype, shape, offset, nbytes, scale, slot = wire
-        if not isinstance(name, str) or dtype not in DTYPES or scale not in SCALES:
+        if not all(isinstance(text, str) and len(text) <= MAX_NAME for text in (name, dtype, scale)):
+            raise WeightWireError(f"bucket piece: name, dtype and scale must be texts of at most {MAX_NAME} characters")
+        if dtype not in DTYPES or scale not in SCALES:
             raise WeightWireError(f"bucket piece {name!r}: dtype {dtype!r} or scale {scale!r} is unknown")
-        if not _is_counts(shape) or not _is_counts([offset, nbytes]):
+        if not _is_counts(shape) or len(shape) > MAX_DIMS or not _is_counts([offset, nbytes]):
             raise WeightWireError(f"bucket piece {name}: shape, offset and nbytes must be integers >= 0")
         numel = 1
         for size in shape:
@@ -131,7 +136,8 @@ class Piece:
                 f"bucket piece {name}: {nbytes} bytes at offset {offset} do not fit shape {shape} of {dtype}"
             )
         if slot is not None:
-            if not isinstance(slot, list) or not all(_is_counts(pair) and len(pair) == 2 for pair in slot):
+            good = isinstance(slot, list) and len(slot) <= MAX_DIMS
+            if not good or not all(_is_counts(pair) and len(pair) == 2 for pair in slot):
                 raise WeightWireError(f"bucket piece {name}: slot must be [[start, stop], ...], got {slot!r:.80}")
             slot = tuple((start, stop) for start, stop in slot)
         return cls(name, dtype, tuple(shape), offset, nbytes, scale, slot)
@@ -168,6 +174,8 @@ class BucketHeader:
         pieces_wire, version = wire.get("pieces"), parse_version(wire.get("version"))
         if not _is_counts([wire.get("sequence"), wire.get("nbytes")]) or not isinstance(pieces_wire, list):
             raise WeightWireError("bucket header needs sequence, nbytes (integers >= 0) and pieces (a list)")
+        if len(pieces_wire) > MAX_PIECES:
+            raise WeightWireError(f"bucket header lists {len(pieces_wire)} pieces, more than {MAX_PIECES}")
         if wire.get("count") != len(pieces_wire):
             raise WeightWireError(f"bucket header says {wire.get('count')!r} pieces and lists {len(pieces_wire)}")
         pieces = tuple(Piece.from_wire(piece) for piece in pieces_wire)
@@ -189,7 +197,9 @@ def piece_view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 def parse_version(wire: Any) -> int:
     """A weight version travels as a decimal string of an int64 >= 0."""
-    if not isinstance(wire, str) or not (wire.isascii() and wire.isdigit()) or str(int(wire)) != wire:
+    # The length comes first: Python refuses to read thousands of digits, with an error of its own.
+    good = isinstance(wire, str) and len(wire) <= 19 and wire.isascii() and wire.isdigit()
+    if not good or str(int(wire)) != wire:
         raise WeightWireError(f"weight version must be a decimal string, got {wire!r:.40}")
     if int(wire) >= 1 << 63:
         raise WeightWireError(f"weight version {wire} does not fit int64")
@@ -205,14 +215,10 @@ def host_identity() -> str:
 def _parse_digest(wire: Any) -> int | None:
     if wire is None:
         return None
-    try:
-        value = int(wire, 16)
-    except (TypeError, ValueError):
-        raise WeightWireError(f"bucket digest must be a hex string or null, got {wire!r:.40}") from None
-    if not 0 <= value <= MASK64:
-        raise WeightWireError(f"bucket digest {wire} does not fit 64 bits")
-    return value
+    if not isinstance(wire, str) or not _DIGEST.fullmatch(wire):
+        raise WeightWireError(f"bucket digest must be 0x and 1 to 16 hex digits, or null, got {wire!r:.40}")
+    return int(wire, 16)
 
 
 def _is_counts(values: Any) -> bool:
-    return isinstance(values, Sequence) and all(type(v) is int and v >= 0 for v in values)
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from miles.config.files import sync_folder
+from miles.config.json_text import parse_json
 from miles.weight_wire.bucket import SCHEMA, WeightWireError, digest
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,12 +29,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class WrittenDelta:
-    """`changed` of `elements` differ; `nbytes` is the file's size."""
+    """A finished file; `nbytes` is its size."""
 
     path: Path
     nbytes: int
-    changed: int
-    elements: int
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,11 +53,9 @@ def write_delta(
     """Both maps hold the same names, shapes and dtypes on the CPU. Temporary name, fsync, rename."""
     arrays: dict[str, torch.Tensor] = {}
     table: dict[str, list[object]] = {}
-    changed = elements = 0
     for name, tensor in new.items():
         before, after = bits_of(old[name]), bits_of(tensor)
         index = torch.nonzero(before != after).view(-1)
-        changed, elements = changed + index.numel(), elements + after.numel()
         kind = torch.int32 if after.numel() < 2**31 else torch.int64
         if index.numel() * (kind.itemsize + tensor.element_size()) < after.numel() * tensor.element_size():
             arrays[f"{name}/idx"] = index.to(kind)
@@ -77,7 +74,7 @@ def write_delta(
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(parent)
-    return WrittenDelta(path, path.stat().st_size, changed, elements)
+    return WrittenDelta(path, path.stat().st_size)
 
 
 class WeightDelta:
@@ -88,7 +85,7 @@ class WeightDelta:
             self._file = safe_open(path, framework="pt")
             metadata = self._file.metadata()
             found = tuple(metadata[key] for key in ("schema", "run_id", "base", "version"))
-            self._table: dict[str, list[Any]] = json.loads(metadata["tensors"])
+            self._table: dict[str, list[Any]] = parse_json(metadata["tensors"])
             self.shapes = {name: tuple(row[0]) for name, row in self._table.items()}
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise WeightWireError(f"{path}: not a weight delta: {error!r}") from error

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from miles.config.files import sync_folder, write_atomic
+from miles.config.json_text import parse_json
 from miles.weight_wire.bucket import SCHEMA, WeightWireError, digest
 
 DONE, INDEX = "DONE", "model.safetensors.index.json"
@@ -111,7 +112,7 @@ def file_digest(path: Path) -> int:
 
 def _verified_files(path: Path, run_id: str, version: int) -> list[Path]:
     try:
-        done = json.loads((path / DONE).read_text(encoding="utf-8"))
+        done = parse_json((path / DONE).read_text(encoding="utf-8"))
         found = (done["schema"], done["run_id"], done["version"])
         if found != (SCHEMA, run_id, str(version)):
             raise WeightWireError(

@@ -143,3 +143,17 @@ def test_a_reader_of_the_output_that_goes_away_stops_the_run_with_a_message(runs
     err = process.stderr.read()
     assert process.wait(60) == 1
     assert err.strip().endswith("what read the output has ended; run the same command again to resume")
+
+
+def test_a_run_that_learns_nothing_says_so_and_fails_only_where_its_recipe_asks(runs, tmp_path):
+    (tmp_path / "nothing.py").write_text("def nothing(completion, answer, metadata):\n    return 0.0\n")
+    sets = ("run.steps=4", "run.evaluate_prompts=0", "run.no_gradient_warning_steps=3", "rollout.reward.kind=python")
+    sets += (f"rollout.reward.options.path=python:{tmp_path}/nothing.py:nothing",)
+    plain = runs.run("plain", *sets, "expect={}")
+    assert plain.returncode == 0, plain.stderr
+    warnings = [line for line in plain.stdout.splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert "3 steps in a row carried no gradient (step 2: every sample had the reward 0.000)" in warnings[0]
+    asked = runs.run("asked", *sets, "expect={train/steps_without_gradient: {max: 3, over: 1}}")
+    assert asked.returncode == 1
+    assert "train/steps_without_gradient: mean of the last 1 steps is 4" in asked.stderr

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from miles_ci.bot.directives import Target, dependency_of, directive_of
 from miles_ci.errors import CiError, ExitCode, UsageError, suggestion
-from miles_ci.run.patch import Refused, apply_all, check_patch
 from miles_ci.workflows.images import CATALOG
 from miles_ci.workflows.model import parse_yaml
+from miles_ci.workflows.patches import Refused, apply_all, check_patch
 
 SHA = re.compile(r"[0-9a-f]{40}")
 

@@ -9,8 +9,9 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from miles_ci.bot import access, gate, planning, resolve_run, status_card
+from miles_ci.bot import access, planning, required_check, resolve_run, status_card
 from miles_ci.bot.actions_io import event, field, variable, write_outputs, write_summary
 from miles_ci.bot.dependency_checkouts import load_dependencies
 from miles_ci.bot.directives import Directives
@@ -25,6 +26,7 @@ from miles_ci.bot.rerun.request import Request
 from miles_ci.bot.runs import read_run
 from miles_ci.errors import ExitCode, UsageError
 from miles_ci.registry import Fleet, load_fleet
+from miles_ci.report.cards import Card
 from miles_ci.report.strict_json import StrictJsonError, loads
 from miles_ci.run.results import write_json
 
@@ -79,25 +81,29 @@ def plan(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def ci_gate(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     suites = args.suites.split()
     try:
-        needs = gate.needs_of(loads(variable("NEEDS"), what="NEEDS"))
+        needs = required_check.needs_of(loads(variable("NEEDS"), what="NEEDS"))
     except StrictJsonError as error:
         raise UsageError(str(error)) from error
-    made, counts = gate.find_plan(args.plan), None
-    dark: tuple[str, ...] = ()
+    made, counts = required_check.find_plan(args.plan), None
+    never_executed: tuple[str, ...] = ()
     off = planning.disabled_pools(_fleet(), suites)
     if made is not None:
         counts = {suite: sum(len(shard.units) for shard in made.shards_of(suite)) for suite in suites}
-        merged = gate.merged_results(made, args.results, needs, suites, off)
-        dark = (*merged.dark, *merged.faults)
+        merged = required_check.merged_results(made, args.results, needs, suites, off)
+        never_executed = (*merged.never_executed, *merged.faults)
         write_json(args.output / "merged.json", merged.as_json())
-    judged = gate.judge(
-        needs=needs, counts=counts, dark=dark, cancelled=variable("CANCELLED", required=False) == "true", disabled=off
+    judged = required_check.judge(
+        needs=needs,
+        counts=counts,
+        never_executed=never_executed,
+        cancelled=variable("CANCELLED", required=False) == "true",
+        disabled=off,
     )
-    print(gate.text(judged))
-    write_summary(f"### ci-gate\n\n```\n{gate.text(judged)}\n```\n")
+    print(required_check.text(judged))
+    write_summary(f"### required-check\n\n```\n{required_check.text(judged)}\n```\n")
     return ExitCode.OK if judged.ok else ExitCode.TEST_FAILURE
 
 
@@ -233,7 +239,7 @@ def _image_of(fleet: Fleet, backend: str, request: Request, registry: Registry) 
 def report(args: argparse.Namespace) -> int:
     request, client = Request.from_environment(), Client.from_environment()
     run_id, attempt, url = _run()
-    needs = gate.needs_of(loads(variable("NEEDS"), what="NEEDS"))
+    needs = required_check.needs_of(loads(variable("NEEDS"), what="NEEDS"))
     planned = loads(variable("PLANNED", required=False) or "{}", what="PLANNED")
     if not isinstance(planned, dict):
         raise UsageError("PLANNED: expected an object")
@@ -269,7 +275,7 @@ def lint_report(args: argparse.Namespace) -> int:
         text = f"The formatter changes `{sha[:12]}` ({size} bytes). To apply:\n```\n{commands}\n```"
     body = f"{Marker('lint', req=request_id).line()}\n{text}"
 
-    def proof() -> dict | None:
+    def proof() -> dict[str, Any] | None:
         found = ours(client.pages(f"{{repo}}/issues/{number}/comments"), bot_id(), "lint", request_id)
         return dict(found[0][0]) if found else None
 
@@ -311,7 +317,7 @@ def card(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _lark(secret_name: str | None, made: status_card.Card) -> str:
+def _lark(secret_name: str | None, made: Card) -> str:
     """A missing secret and a refused message are said in the log; the tests' verdict stands."""
     url = os.environ.get(secret_name or "", "")
     if not url:
@@ -321,7 +327,7 @@ def _lark(secret_name: str | None, made: status_card.Card) -> str:
 
 
 JOBS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "announce": announce, "approve": approve, "authorise": authorise, "card": card, "gate": ci_gate, "gateway": gateway,
+    "announce": announce, "approve": approve, "authorise": authorise, "card": card, "required-check": check, "gateway": gateway,
     "lint-report": lint_report, "plan": plan, "report": report, "resolve": resolve, "resolve-deps": resolve_deps,
     "resolve-image": resolve_image, "sweep": sweep,
 }  # fmt: skip

@@ -40,29 +40,31 @@ class Collected:
 def collect(client: Client, run_id: int) -> Collected:
     """Read the merged results of a run."""
     shards: list[SeenShard] = []
-    dark: list[str] = []
+    never_executed: list[str] = []
     faults: list[str] = []
     skipped: dict[str, str] = {}
     notes: list[str] = []
     try:
         for file in artifact_files(client, run_id, MERGED, "merged.json"):
             try:
-                _add(file.data, shards, dark, faults, skipped)
+                _add(file.data, shards, never_executed, faults, skipped)
             except (BadArtifact, StrictJsonError) as error:
                 notes.append(f"{file.artifact} ignored: {error}")
     except GitHubError as error:
         notes.append(f"results not read: {error}")
     if not shards and not notes:
         notes.append("the run uploaded no results")
-    return Collected(analyse(shards, dark=dark, faults=faults, skipped=skipped), tuple(notes))
+    return Collected(analyse(shards, never_executed=never_executed, faults=faults, skipped=skipped), tuple(notes))
 
 
-def _add(data: bytes, shards: list[SeenShard], dark: list[str], faults: list[str], skipped: dict[str, str]) -> None:
+def _add(
+    data: bytes, shards: list[SeenShard], never_executed: list[str], faults: list[str], skipped: dict[str, str]
+) -> None:
     top = loads(data, what="merged.json")
     if not isinstance(top, dict) or not isinstance(top.get("shards"), list) or len(top["shards"]) > 1000:
         raise BadArtifact("merged.json: not the merge of our shards")
     found = [read_shard(entry, f"merged.json: shards[{at}]") for at, entry in enumerate(top["shards"])]
-    for name, target in (("dark", dark), ("faults", faults)):
+    for name, target in (("never_executed", never_executed), ("faults", faults)):
         values = top.get(name, [])
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise BadArtifact(f"merged.json: {name} is not a list of texts")

@@ -13,9 +13,9 @@ from typing import Any
 
 from miles_ci.bot.github import Client, GitHubError
 from miles_ci.bot.marker import Marker, ours
-from miles_ci.bot.outcome import Verdict
 from miles_ci.bot.rerun.report import Finding, collect, report
 from miles_ci.bot.rerun.request import Request
+from miles_ci.bot.rerun.verdict import RerunVerdict
 from miles_ci.bot.runs import Run, jobs_of, read_run, to_run
 
 LOOK_BACK_S = 3 * 86_400
@@ -74,7 +74,7 @@ def _finish(client: Client, comment: Mapping[str, Any], marker: Marker, bot_id: 
         run = None
     state = None
     if run is None:
-        finding = Finding(Verdict("failed", "the run does not exist any more"), ())
+        finding = Finding(RerunVerdict("failed", "the run does not exist any more"), ())
         state, url, attempt = "lost", "", marker.attempt
     else:
         url, attempt = run.url, run.attempt
@@ -82,7 +82,7 @@ def _finish(client: Client, comment: Mapping[str, Any], marker: Marker, bot_id: 
             started = run.started_at or run.created_at
             if started is None or client.clock() - started <= limit_s + GRACE_S:
                 return ""
-            finding = Finding(Verdict("failed", "the run is far beyond its limit"), ())
+            finding = Finding(RerunVerdict("failed", "the run is far beyond its limit"), ())
             state = "lost"
         else:
             finding = collect(client, run.id, run.attempt, _resolve_result(client, run), None)

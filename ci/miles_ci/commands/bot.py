@@ -1,7 +1,7 @@
 """Jobs of the generated workflows. Values come from the environment that the workflow sets; see miles_ci.bot.jobs.
 
 miles-ci bot plan --cadence regular --root . --suites "stage-a-cpu" --output plan.json
-miles-ci bot gate --suites "stage-a-cpu" --plan plan --results results --output merged
+miles-ci bot required-check --suites "stage-a-cpu" --plan plan --results results --output merged
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--root", type=Path, required=True, help="checkout that is planned, read as data")
     plan.add_argument("--suites", required=True, help="suite ids, separated by spaces")
     plan.add_argument("--output", type=Path, required=True)
-    gate = jobs.add_parser("gate", help="ci-gate: the only required check")
-    gate.add_argument("--suites", required=True, help="suite ids, separated by spaces")
+    check = jobs.add_parser("required-check", help="the only required check")
+    check.add_argument("--suites", required=True, help="suite ids, separated by spaces")
     for name in ("plan", "results", "output"):
-        gate.add_argument(f"--{name}", type=Path, required=True, help="folder")
+        check.add_argument(f"--{name}", type=Path, required=True, help="folder")
     deps = jobs.add_parser("resolve-deps", help="directives and image of this run")
     deps.add_argument("--image", required=True)
     deps.add_argument("--image-tag", default="")

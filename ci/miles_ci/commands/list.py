@@ -116,7 +116,7 @@ def _print_suites(space: Workspace, tests: list[dict[str, Any]], args: argparse.
                 "gpus": suite.gpus,
                 "machines": list(suite.pools) or list(suite.runs_on),
                 "runners": slots,
-                "gate": suite.gate,
+                "needs": suite.needs,
                 "tests": count,
                 "total_est_ms": total,
             }
@@ -133,13 +133,13 @@ def _print_suites(space: Workspace, tests: list[dict[str, Any]], args: argparse.
             item["gpus"] or "-",
             ",".join(item["machines"]),
             "hosted" if item["runners"] is None else item["runners"] or "disabled",
-            item["gate"] or "-",
+            item["needs"] or "-",
             item["tests"],
             seconds(item["total_est_ms"]) if item["tests"] else "-",
         )
         for item in suites
     ]
-    headers = ("suite", "backend", "hardware", "gpus", "machines", "runners", "gate", "tests", "total estimate")
+    headers = ("suite", "backend", "hardware", "gpus", "machines", "runners", "needs", "tests", "total estimate")
     print_table(headers, rows, right=(3, 5, 7, 8))
     if faults:
         print(f"{len(faults)} file(s) with declaration errors (see `miles-ci lint`): {', '.join(faults[:5])}")

@@ -13,14 +13,18 @@ import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles_ci.errors import ExitCode, UsageError
 from miles_ci.files import write_output
 
+if TYPE_CHECKING:
+    from miles_ci.report.cards import Card
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, help="folder with results.json files, or one merged.json")
-    parser.add_argument("--plan", type=Path, help="plan.json: adds dark tests and skipped suites")
+    parser.add_argument("--plan", type=Path, help="plan.json: adds tests that were never executed and skipped suites")
     parser.add_argument("--form", choices=("text", "pr", "summary", "lark", "html"), default="text")
     parser.add_argument("--title", default="Local results")
     parser.add_argument("--url", default=_this_run(), help="link of the run (default: this workflow run)")
@@ -50,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     return ExitCode.OK if card.report.ok else ExitCode.TEST_FAILURE
 
 
-def _card(args: argparse.Namespace):
+def _card(args: argparse.Namespace) -> Card:
     from miles_ci.plan.model import Plan
     from miles_ci.report.analyse import analyse
     from miles_ci.report.cards import Card, JobRow
@@ -64,16 +68,25 @@ def _card(args: argparse.Namespace):
     if args.results.is_file():
         top = loads(args.results.read_bytes(), what=str(args.results))
         shards = [read_shard(entry, str(args.results)) for entry in top["shards"]]
-        dark, faults, skipped = top.get("dark", []), top.get("faults", []), top.get("skipped_suites", {})
+        never_executed, faults, skipped = (
+            top.get("never_executed", []),
+            top.get("faults", []),
+            top.get("skipped_suites", {}),
+        )
     else:
         files = find_results([args.results]) if args.results.exists() else []
         if not files:
             raise UsageError(f"{args.results}: no results.json below this folder")
-        shards, dark, faults, skipped = [read_shard(file.read_bytes(), str(file)) for file in files], [], [], {}
+        shards, never_executed, faults, skipped = (
+            [read_shard(file.read_bytes(), str(file)) for file in files],
+            [],
+            [],
+            {},
+        )
         if args.plan:
             merged = merge(Plan.load(args.plan), [read_results(file) for file in files])
-            dark, faults, skipped = list(merged.dark), list(merged.faults), dict(merged.skipped)
-    report = analyse(shards, dark=dark, faults=faults, skipped=skipped)
+            never_executed, faults, skipped = list(merged.never_executed), list(merged.faults), dict(merged.skipped)
+    report = analyse(shards, never_executed=never_executed, faults=faults, skipped=skipped)
     jobs = tuple(
         JobRow(
             f"{shard.suite} ({shard.shard})",
@@ -93,7 +106,7 @@ def _this_run() -> str:
     return f"{server}/{repository}/actions/runs/{run}" if repository and run else server
 
 
-def _text(card) -> str:
+def _text(card: Card) -> str:
     from miles_ci.report.cards.model import totals
 
     lines = [totals(card.report)]
@@ -102,7 +115,7 @@ def _text(card) -> str:
             f"\n{len(group.tests)} x {group.category} [{group.signature}]: {group.message.splitlines()[0] if group.message else ''}"
         )
         lines += [f"  {test.suite} {test.shard}  {test.node}" for test in group.tests]
-    lines += [f"dark: {name}" for name in card.report.dark]
+    lines += [f"never executed: {name}" for name in card.report.never_executed]
     lines += [f"fault: {fault}" for fault in card.report.faults]
     lines += [f"skipped {suite}: {reason}" for suite, reason in sorted(card.report.skipped.items())]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """Results of shards: show them, or merge them and prove that nothing planned was left unobserved.
 
 miles-ci results show results --slowest 20                         every results.json below the folder; exits as those runs
-miles-ci results merge --plan plan.json results --out merged.json  exit 5 on a dark test
+miles-ci results merge --plan plan.json results --out merged.json  exit 5 when a test was never executed
 miles-ci results merge --plan plan.json results --skipped stage-b-cpu="stage-a-cpu failed"
 miles-ci results flaky results --history URL --format json         drafted reports of flaky tests, and what to close
 """
@@ -83,7 +83,7 @@ def _merge(args: argparse.Namespace, places: list[Path]) -> int:
     for name in args.suite:
         if name not in known:
             raise UsageError(f"--suite {name}: not a suite of the plan{suggestion(name, known)}")
-    # No result at all is the worst dark case and must not end as a usage error.
+    # No result at all is the worst case and must not end as a usage error.
     shards = [read_results(file) for file in results.find_results(places)]
     merged = merge.merge(plan, shards, skipped=_skipped(args.skipped), suites=args.suite or None)
     if args.out:

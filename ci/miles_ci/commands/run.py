@@ -22,14 +22,14 @@ from miles_ci.commands.output import print_json
 from miles_ci.environment import read
 from miles_ci.errors import ExitCode, PlanMismatch, UsageError, suggestion
 from miles_ci.plan.build import PlanOptions, build_plan
-from miles_ci.plan.model import Plan, Shard
-from miles_ci.run.from_plan import default_branch, only_files, parse_shard, run_info, run_unit
+from miles_ci.plan.model import Plan, Shard, Unit
+from miles_ci.run.from_plan import default_branch, only_files, parse_shard, run_info
 from miles_ci.workspace import Workspace
 
 if TYPE_CHECKING:
-    from miles_ci.run.devices import Device
+    from miles_ci.history.store import HistoryStore
+    from miles_ci.run.devices.inventory import Device
     from miles_ci.run.shard import ShardJob
-    from miles_ci.run.unit import RunUnit
 
 NIGHTLY_RERUNS = 3
 MAX_RERUNS = 100
@@ -72,9 +72,9 @@ def main(args: argparse.Namespace) -> int:
         )
     _check_numbers(args)
     plan, shard = _planned(args, space)
-    units: tuple[RunUnit, ...] = ()
+    units: tuple[Unit, ...] = ()
     if shard is not None:
-        units = tuple(run_unit(unit) for unit in shard.units)
+        units = shard.units
         if args.file:
             units = only_files(units, _files(args, space, plan, shard), args.suite)
     if not units or shard is None:
@@ -173,11 +173,11 @@ def _nothing(args: argparse.Namespace, space: Workspace, plan: Plan) -> int:
     return ExitCode.ZERO_TESTS
 
 
-def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, units: tuple[RunUnit, ...]) -> int:
+def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, units: tuple[Unit, ...]) -> int:
     from miles_ci.report import junit
     from miles_ci.report.results import summary
     from miles_ci.run.console import Console
-    from miles_ci.run.locks import sole_writer
+    from miles_ci.run.devices.locks import sole_writer
     from miles_ci.run.rerun import rerun_failed
     from miles_ci.run.runner import run_plan
 
@@ -192,7 +192,7 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
     job = _job(args, space, plan, shard, units, folder)
     history = read("MILES_CI_HISTORY_URL")
 
-    def open_history():
+    def open_history() -> HistoryStore:
         from miles_ci.history.store import open_store
 
         return open_store(str(history))
@@ -221,11 +221,11 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
 
 
 def _job(
-    args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, units: tuple[RunUnit, ...], folder: Path
+    args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, units: tuple[Unit, ...], folder: Path
 ) -> ShardJob:
-    from miles_ci.run.retry import rows_from
+    from miles_ci.run.devices.slots import DEFAULT_FOLDER
+    from miles_ci.run.judge.retry import rows_from
     from miles_ci.run.shard import ShardJob
-    from miles_ci.run.slots import DEFAULT_FOLDER
 
     return ShardJob(
         root=space.root.resolve(),
@@ -246,7 +246,7 @@ def _devices(space: Workspace, shard: Shard) -> tuple[Device, ...]:
     if shard.backend == "cpu":
         return ()
     from miles_ci.registry.identify import MEMORY_TOLERANCE, model_of
-    from miles_ci.run.devices import DevicesUnavailable, host_devices, inherited
+    from miles_ci.run.devices.inventory import DevicesUnavailable, host_devices, inherited
 
     devices = inherited(host_devices(shard.backend), shard.backend)
     wanted = space.fleet.suites[shard.suite].hardware

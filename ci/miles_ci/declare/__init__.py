@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
     from miles_ci.declare.model import Scan
 
-__all__ = ["register_ci_gate", "register_cpu_ci", "register_cuda_ci", "register_rocm_ci", "scan"]
+__all__ = [
+    "model",
+    "register_cpu_ci",
+    "register_cuda_ci",
+    "register_metric_bound",
+    "register_rocm_ci",
+    "scan",
+    "syntax",
+    "tree",
+]
 
 
 def register_cpu_ci(
@@ -84,7 +93,7 @@ def register_rocm_ci(
     """Run this file in a suite on AMD GPUs; the fields are those of `register_cuda_ci`."""
 
 
-def register_ci_gate(
+def register_metric_bound(
     metric: str,
     *,
     steps: str | Sequence[int] = "last",

@@ -11,14 +11,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from miles_ci.declare.model import Declaration, Exemption, FileScan, GateDeclaration
+from miles_ci.declare.model import Declaration, Exemption, FileScan
 from miles_ci.declare.reader import PARSER_VERSION
 from miles_ci.errors import Diagnostic
 from miles_ci.files import write_whole
+from miles_ci.metric_bound import MetricBound
 
 FILE_NAME = f"scan-{PARSER_VERSION}.json"
 _DECLARATION_FIELDS = tuple(item.name for item in fields(Declaration) if item.name != "path")
-_GATE_FIELDS = tuple(item.name for item in fields(GateDeclaration) if item.name != "path")
+_BOUND_FIELDS = tuple(item.name for item in fields(MetricBound) if item.name != "path")
 _TUPLES = frozenset({"hardware", "capabilities", "labels", "est_span"})
 
 
@@ -78,9 +79,9 @@ def write_cache(folder: Path, name: str, value: Any) -> None:
 
 def _pack(found: FileScan) -> list[Any]:
     declarations = [{name: _plain(getattr(item, name)) for name in _DECLARATION_FIELDS} for item in found.declarations]
-    gates = [{name: _plain(getattr(item, name)) for name in _GATE_FIELDS} for item in found.gates]
+    metric_bounds = [{name: _plain(getattr(item, name)) for name in _BOUND_FIELDS} for item in found.metric_bounds]
     errors = [[item.line, item.column, item.code, item.message, item.severity] for item in found.errors]
-    return [declarations, gates, errors]
+    return [declarations, metric_bounds, errors]
 
 
 def _plain(value: Any) -> Any:
@@ -92,15 +93,15 @@ def _plain(value: Any) -> Any:
 
 
 def _unpack(entry: list[Any], path: str) -> FileScan:
-    declarations, gates, errors = entry
+    declarations, metric_bounds, errors = entry
     return FileScan(
         tuple(_declaration(item, path) for item in declarations),
         tuple(
-            GateDeclaration(
+            MetricBound(
                 path=path,
                 **{**item, "steps": item["steps"] if isinstance(item["steps"], str) else tuple(item["steps"])},
             )
-            for item in gates
+            for item in metric_bounds
         ),
         tuple(Diagnostic(path, *item) for item in errors),
     )

@@ -91,7 +91,7 @@ def _bind(name: str, call: ast.Call, report: Report) -> dict[str, ast.expr]:
 
 
 def _require(name: str, call: ast.Call, bound: dict[str, ast.expr], values: dict[str, Any], report: Report) -> None:
-    if name == "register_ci_gate":
+    if name == "register_metric_bound":
         if "metric" not in bound:
             report(call, "missing-field", "metric is required")
         for side in ("up", "down"):

@@ -145,7 +145,7 @@ def is_iso_date(value: str) -> bool:
     return True
 
 
-def gate_steps(value: Any) -> str | tuple[int, ...]:
+def bound_steps(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str):
         if value not in ("last", "all"):
             raise FieldError(f"must be 'last', 'all' or a list of steps, got {shown(value)}", "bad-value")
@@ -185,9 +185,9 @@ _GPU: dict[str, Checker] = {
 CPU_FIELDS: dict[str, Checker] = _EVERYWHERE
 GPU_FIELDS: dict[str, Checker] = {**_EVERYWHERE, **_GPU}
 GPU_ONLY = tuple(_GPU)
-GATE_FIELDS: dict[str, Checker] = {
+BOUND_FIELDS: dict[str, Checker] = {
     "metric": text,
-    "steps": gate_steps,
+    "steps": bound_steps,
     "magnitude": boolean,
     "rel_up": bound,
     "abs_up": bound,
@@ -201,14 +201,14 @@ FIELDS: dict[str, dict[str, Checker]] = {
     "register_cpu_ci": CPU_FIELDS,
     "register_cuda_ci": GPU_FIELDS,
     "register_rocm_ci": GPU_FIELDS,
-    "register_ci_gate": GATE_FIELDS,
+    "register_metric_bound": BOUND_FIELDS,
 }
 BACKENDS = {"register_cpu_ci": "cpu", "register_cuda_ci": "cuda", "register_rocm_ci": "rocm"}
 POSITIONAL: dict[str, tuple[str, ...]] = {
     "register_cpu_ci": ("est_time", "suite"),
     "register_cuda_ci": ("est_time", "suite"),
     "register_rocm_ci": ("est_time", "suite"),
-    "register_ci_gate": ("metric",),
+    "register_metric_bound": ("metric",),
 }
 # Where None is written out it means "not given", as in the signature.
 NONE_ALLOWED = frozenset(

@@ -5,12 +5,11 @@ Nothing here knows the fleet; a `Declaration` is what the file says, checked fie
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from miles_ci.errors import Diagnostic
+from miles_ci.metric_bound import MetricBound
 
 IMPLICIT_SUITE = "stage-a-cpu"
 IMPLICIT_FOLDER = "tests/fast"
@@ -67,41 +66,11 @@ class Declaration:
 
 
 @dataclass(frozen=True, slots=True)
-class GateDeclaration:
-    """One `register_ci_gate` call. Relative bounds are fractions, absolute bounds are in the metric's unit."""
-
-    path: str
-    metric: str
-    line: int = 1
-    column: int = 1
-    steps: str | tuple[int, ...] = "last"
-    magnitude: bool = True
-    rel_up: float = 0.0
-    abs_up: float = 0.0
-    rel_down: float = 0.0
-    abs_down: float = 0.0
-    limit: float | None = None
-    warmup: int = 5
-
-    def spec(self) -> dict[str, object]:
-        """What decides the verdict: everything except the place in the source."""
-        steps = self.steps if isinstance(self.steps, str) else list(self.steps)
-        names = ("metric", "magnitude", "rel_up", "abs_up", "rel_down", "abs_down", "limit", "warmup")
-        return {"steps": steps, **{name: getattr(self, name) for name in names}}
-
-    @property
-    def digest(self) -> str:
-        """First 16 hex digits of the SHA-256 of the spec; part of the identity of a trusted history."""
-        text = json.dumps(self.spec(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True)
 class FileScan:
     """What one file declares. With any error the file counts as faulty and its declarations are void."""
 
     declarations: tuple[Declaration, ...] = ()
-    gates: tuple[GateDeclaration, ...] = ()
+    metric_bounds: tuple[MetricBound, ...] = ()
     errors: tuple[Diagnostic, ...] = ()
 
 
@@ -115,7 +84,7 @@ class Scan:
 
     root: str
     declarations: tuple[Declaration, ...]
-    gates: tuple[GateDeclaration, ...]
+    metric_bounds: tuple[MetricBound, ...]
     errors: tuple[Diagnostic, ...]
     files: tuple[str, ...]
 

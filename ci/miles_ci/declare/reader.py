@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from miles_ci.declare.call import read_call
 from miles_ci.declare.fields import BACKENDS, FIELDS
 from miles_ci.declare.hidden import hidden_use
-from miles_ci.declare.model import Declaration, FileScan, GateDeclaration
-from miles_ci.errors import Diagnostic
+from miles_ci.declare.model import Declaration, FileScan
+from miles_ci.errors import Diagnostic, suggestion
+from miles_ci.metric_bound import MetricBound
 
-PARSER_VERSION = 2
+PARSER_VERSION = 3
 MODULE = "miles_ci.declare"
 MARKER = b"register_"
+FORMER_NAMES = {"register_ci_gate": "register_metric_bound"}
 
 _BLOCKS: dict[type[ast.AST], str] = {
     ast.If: "`if`",
@@ -72,7 +74,7 @@ class _Reader:
         self.errors: list[Diagnostic] = []
         self.imported: set[str] = set()
         self.declarations: list[Declaration] = []
-        self.gates: list[GateDeclaration] = []
+        self.metric_bounds: list[MetricBound] = []
 
     def place(self, node: ast.AST) -> tuple[int, int]:
         """1-based line and column in characters (AST columns are UTF-8 bytes)."""
@@ -113,7 +115,7 @@ class _Reader:
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in FIELDS:
                 self.error(node, "shadowed", f"{node.name} is defined here; it must come from miles_ci.declare")
-        return FileScan(tuple(self.declarations), tuple(self.gates), tuple(sorted(set(self.errors))))
+        return FileScan(tuple(self.declarations), tuple(self.metric_bounds), tuple(sorted(set(self.errors))))
 
     def _import_from(self, node: ast.ImportFrom, enclosing: str | None) -> None:
         for alias in node.names:
@@ -133,6 +135,10 @@ class _Reader:
                     self.imported.add(alias.name)
                 else:
                     self.imported.add(alias.name)
+            elif alias.name.startswith(MARKER.decode()):
+                former = FORMER_NAMES.get(alias.name)
+                hint = f"; it is called {former} now" if former else suggestion(alias.name, FIELDS)
+                self.error(alias, "unknown-import", f"{MODULE} has no {alias.name}{hint}")
 
     def _import_from_elsewhere(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
@@ -161,8 +167,8 @@ class _Reader:
         if fields is None:
             return
         line, column = self.place(call)
-        if name == "register_ci_gate":
-            self.gates.append(GateDeclaration(path=self.path, line=line, column=column, **fields))
+        if name == "register_metric_bound":
+            self.metric_bounds.append(MetricBound(path=self.path, line=line, column=column, **fields))
         else:
             self.declarations.append(
                 Declaration(
@@ -187,12 +193,14 @@ class _Reader:
                     Diagnostic(self.path, declaration.line, declaration.column, "duplicate-registration", message)
                 )
         metrics: dict[str, int] = {}
-        for gate in self.gates:
-            key_text = f"{gate.metric} {gate.steps}"
-            first = metrics.setdefault(key_text, gate.line)
-            if first != gate.line:
-                message = f"second gate on '{gate.metric}' with steps {gate.steps!r} (first in line {first}); keep one"
-                self.errors.append(Diagnostic(self.path, gate.line, gate.column, "duplicate-gate", message))
+        for bound in self.metric_bounds:
+            key_text = f"{bound.metric} {bound.steps}"
+            first = metrics.setdefault(key_text, bound.line)
+            if first != bound.line:
+                message = (
+                    f"second bound on '{bound.metric}' with steps {bound.steps!r} (first in line {first}); keep one"
+                )
+                self.errors.append(Diagnostic(self.path, bound.line, bound.column, "duplicate-bound", message))
 
 
 def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str | None]]:
@@ -219,7 +227,7 @@ def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str | None]]:
 
 
 def read_source(path: str, data: bytes) -> FileScan:
-    """Declarations, gates and errors of one file. Never raises for bad content."""
+    """Declarations, metric_bounds and errors of one file. Never raises for bad content."""
     text, problem = decode(path, data)
     if problem is not None:
         return FileScan(errors=(problem,))

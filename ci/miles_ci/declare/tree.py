@@ -12,9 +12,10 @@ import os
 from pathlib import Path
 
 from miles_ci.declare.cache import ScanCache
-from miles_ci.declare.model import IMPLICIT_FOLDER, IMPLICIT_SUITE, Declaration, FileScan, GateDeclaration, Scan
+from miles_ci.declare.model import IMPLICIT_FOLDER, IMPLICIT_SUITE, Declaration, FileScan, Scan
 from miles_ci.declare.reader import MARKER, decode, defines_tests, read_source
 from miles_ci.errors import Diagnostic
+from miles_ci.metric_bound import MetricBound
 
 TESTS = "tests"
 # A syntax tree takes about a hundred times the bytes of its source.
@@ -33,7 +34,7 @@ def scan_tree(root: Path | str, *, cache_dir: Path | None = None) -> Scan:
     base = os.fspath(root)
     cache = ScanCache.load(cache_dir) if cache_dir is not None else ScanCache()
     declarations: list[Declaration] = []
-    gates: list[GateDeclaration] = []
+    metric_bounds: list[MetricBound] = []
     errors: list[Diagnostic] = []
     files: list[str] = []
     for path in test_tree_files(base):
@@ -57,10 +58,10 @@ def scan_tree(root: Path | str, *, cache_dir: Path | None = None) -> Scan:
             errors.extend(found.errors)
         else:
             declarations.extend(found.declarations)
-            gates.extend(found.gates)
+            metric_bounds.extend(found.metric_bounds)
     if cache_dir is not None:
         cache.save(cache_dir)
-    return Scan(base, tuple(declarations), tuple(gates), tuple(sorted(errors)), tuple(files))
+    return Scan(base, tuple(declarations), tuple(metric_bounds), tuple(sorted(errors)), tuple(files))
 
 
 def test_tree_files(base: str) -> list[str]:
@@ -121,7 +122,7 @@ def _read_test_file(path: str, data: bytes, cache: ScanCache) -> FileScan:
                 return FileScan(errors=(problem,))
     if path.startswith(IMPLICIT_FOLDER + "/"):
         implicit = Declaration(path=path, backend="cpu", suite=IMPLICIT_SUITE, implicit=True)
-        return FileScan((implicit,), found.gates)
+        return FileScan((implicit,), found.metric_bounds)
     message = "declares no suite: call register_cpu_ci, register_cuda_ci or register_rocm_ci at the top level"
     return FileScan(errors=(Diagnostic(path, 1, 1, "not-declared", message),))
 
@@ -151,7 +152,7 @@ def _judge_other_file(path: str, data: bytes) -> FileScan:
     if not errors and MARKER in data:
         found = read_source(path, data)
         errors.extend(found.errors)
-        items: list[Declaration | GateDeclaration] = [*found.declarations, *found.gates]
+        items: list[Declaration | MetricBound] = [*found.declarations, *found.metric_bounds]
         for item in items:
             message = "a declaration in a file that is no test: rename the file to test_*.py or remove the call"
             errors.append(Diagnostic(path, item.line, item.column, "misplaced-declaration", message))

@@ -8,7 +8,7 @@ from miles_ci.errors import CiError
 class StoreError(CiError):
     """The store cannot be reached, read or written; the text names the address and the cause.
 
-    Planning goes on with `tests/durations.json`; a gated test is an error, never a silent pass.
+    Planning goes on with `tests/durations.json`; a test with a metric bound is an error, never a silent pass.
     """
 
     exit_code = 3
@@ -20,7 +20,7 @@ class NoSuchStore(StoreError):
     exit_code = 2
 
 
-class GateError(CiError):
-    """A metric gate is declared wrongly, or a person asks for a promotion that cannot be done."""
+class MetricError(CiError):
+    """A metric bound is declared wrongly, or a person asks for a promotion that cannot be done."""
 
     exit_code = 2

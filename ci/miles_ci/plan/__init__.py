@@ -3,3 +3,5 @@
 `durations` and `estimate` say how long a test takes, `slots` how tests share the devices of one runner,
 `shard` divides them, `build` composes the `Plan` (`miles_ci.plan.model`), `tune` learns, `simulate` predicts.
 """
+
+__all__ = ["build", "durations", "estimate", "model", "simulate", "slots", "tune"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from miles_ci.declare.model import IMPLICIT_SUITE
 from miles_ci.errors import UsageError, suggestion
@@ -206,8 +205,8 @@ class _SuitePlanner:
         return learned.items if learned is not None else {}
 
     def _pieces(self, job: _Job, pools: tuple[str, ...]) -> int:
-        """How many parts a test could form; gates read a whole file's metrics, so a gated file stays whole."""
-        if not (job.split and self.suite.split) or job.unit.gates or job.serial:
+        """How many parts a test could form; a bound reads a whole file's metrics, so a file with one stays whole."""
+        if not (job.split and self.suite.split) or job.unit.metric_bounds or job.serial:
             return 1
         items = self._items(job, pools)
         return len(groups_of(items)) if splittable(items) else 1
@@ -231,10 +230,6 @@ class _SuitePlanner:
     def _unit(self, item: Included, estimated: Estimate) -> Unit:
         registration, declaration = item.registration, item.registration.declaration
         wanted = declaration.timeout if declaration.timeout is not None else max(3 * estimated.ms / 1000, MIN_TIMEOUT_S)
-        gates: tuple[dict[str, Any], ...] = tuple(
-            {**gate.spec(), "digest": gate.digest, "line": gate.line}
-            for gate in self.catalog.gates.get(registration.path, ())
-        )
         return Unit(
             id=registration.path,
             path=registration.path,
@@ -250,7 +245,7 @@ class _SuitePlanner:
             min_memory_gib=declaration.min_memory_gib,
             capabilities=declaration.capabilities,
             allow_all_skipped=declaration.allow_all_skipped,
-            gates=gates,
+            metric_bounds=self.catalog.metric_bounds.get(registration.path, ()),
         )
 
     def _fault_unit(self, fault: Fault) -> Unit:

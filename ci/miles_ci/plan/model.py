@@ -13,6 +13,7 @@ from typing import Any
 
 from miles_ci.errors import PlanMismatch, UsageError
 from miles_ci.files import write_output
+from miles_ci.metric_bound import MetricBound
 
 SCHEMA = 1
 TEST, DECLARATION_ERROR = "test", "declaration-error"
@@ -24,6 +25,7 @@ class Unit:
 
     `nodes` names the only node ids to run (None: the whole file); `deselect` those that other parts run.
     `unstable` is the reason why a failure does not block. `ms` is the estimate; `timeout_s` is resolved and capped by the suite. `devices` is the lease.
+    `narrowed`: somebody asked for `nodes` only, so this is not the planned unit; no plan holds such a unit.
     """
 
     id: str
@@ -42,8 +44,27 @@ class Unit:
     allow_all_skipped: str | None = None
     nodes: tuple[str, ...] | None = None
     deselect: tuple[str, ...] = ()
-    gates: tuple[dict[str, Any], ...] = ()
+    metric_bounds: tuple[MetricBound, ...] = ()
     errors: tuple[str, ...] = ()
+    narrowed: bool = False
+
+    @property
+    def declaration_error(self) -> str | None:
+        """Why this unit starts no process and is a failed entry; None for a test."""
+        if self.kind != DECLARATION_ERROR:
+            return None
+        return "; ".join(self.errors) or "the declaration is faulty"
+
+    @property
+    def only(self) -> tuple[str, ...]:
+        """The nodes to which `--file` narrowed it; empty for the whole planned unit."""
+        return (self.nodes or ()) if self.narrowed else ()
+
+    def targets(self) -> list[str]:
+        """Arguments that make pytest run this unit and nothing else."""
+        if self.nodes:
+            return list(self.nodes)
+        return [self.path, *(word for node in self.deselect for word in ("--deselect", node))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +146,7 @@ class Plan:
         body["shards"] = [
             {
                 **{name: getattr(shard, name) for name in _SHARD_FIELDS},
-                "units": [{name: getattr(unit, name) for name in _UNIT_FIELDS} for unit in shard.units],
+                "units": [_unit_body(unit) for unit in shard.units],
             }
             for shard in self.shards
         ]
@@ -175,7 +196,13 @@ class Plan:
 _PLAN_FIELDS = tuple(item.name for item in fields(Plan))
 _SUITE_FIELDS = tuple(item.name for item in fields(SuitePlan))
 _SHARD_FIELDS = tuple(item.name for item in fields(Shard))
-_UNIT_FIELDS = tuple(item.name for item in fields(Unit))
+_UNIT_FIELDS = tuple(item.name for item in fields(Unit) if item.name != "narrowed")
+
+
+def _unit_body(unit: Unit) -> dict[str, Any]:
+    body = {name: getattr(unit, name) for name in _UNIT_FIELDS}
+    body["metric_bounds"] = [bound.spec() for bound in unit.metric_bounds]
+    return body
 
 
 def _canonical(body: dict[str, Any]) -> bytes:
@@ -216,8 +243,9 @@ def _shard(item: dict[str, Any]) -> Shard:
 
 def _unit(item: dict[str, Any]) -> Unit:
     values = dict(item)
-    for name in ("capabilities", "deselect", "gates", "errors"):
+    for name in ("capabilities", "deselect", "errors"):
         values[name] = tuple(values[name])
+    values["metric_bounds"] = tuple(MetricBound.from_spec(entry) for entry in values["metric_bounds"])
     if values["nodes"] is not None:
         values["nodes"] = tuple(values["nodes"])
     return Unit(**values)

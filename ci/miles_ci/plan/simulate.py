@@ -1,7 +1,7 @@
 """Predict queues: pull requests arrive, nightly and weekly runs start by their crons, pools serve them.
 
 A discrete-event simulation. A run asks for the shards of its plan; a GPU shard waits for the CPU suite that
-gates it (hosted CPU runners are not counted), then queues first-come-first-served at its pool and holds one
+it waits for (hosted CPU runners are not counted), then queues first-come-first-served at its pool and holds one
 runner for setup + load x noise. Same seed, same numbers. Times are seconds.
 """
 
@@ -22,7 +22,7 @@ NOISE_SIGMA = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One shard of a run: how long it waits for its gate, which pool it needs, for how long."""
+    """One shard of a run: how long it waits for the suite it needs, which pool it needs, for how long."""
 
     suite: str
     pool: str
@@ -68,17 +68,17 @@ class SimulationReport:
 
 
 def demands(plan: Plan, fleet: Fleet) -> tuple[Demand, ...]:
-    """The GPU shards of a plan. The gate's delay is the time of its longest CPU shard."""
-    gate_time: dict[str, float] = {}
+    """The GPU shards of a plan. The needed suite's delay is the time of its longest CPU shard."""
+    needed_time: dict[str, float] = {}
     for suite in plan.suites:
         if suite.backend == "cpu" and suite.shards:
-            gate_time[suite.suite] = (suite.setup_ms + suite.makespan_ms) / 1000
+            needed_time[suite.suite] = (suite.setup_ms + suite.makespan_ms) / 1000
     found = []
     for shard in plan.shards:
         if shard.pool is None:
             continue
         suite_model = fleet.suites[shard.suite]
-        delay = gate_time.get(suite_model.gate or "", 0.0) if not plan.bypass_fastfail else 0.0
+        delay = needed_time.get(suite_model.needs or "", 0.0) if not plan.bypass_fastfail else 0.0
         service = suite_model.setup_seconds + shard.load_ms / 1000
         found.append(Demand(shard.suite, shard.pool, delay, service, fleet.pools[shard.pool].gpus_per_runner))
     return tuple(found)
@@ -211,7 +211,7 @@ def _values(text: str, low: int, high: int) -> set[int]:
 def _serve(
     fleet: Fleet, runs: list[tuple[float, str, tuple[Demand, ...]]], load: Load, seed: int, tally: _Tally
 ) -> None:
-    """First come, first served at every pool; a shard comes when its gate has passed."""
+    """First come, first served at every pool; a shard comes when what it needs has passed."""
     chance = random.Random(f"miles-ci-service-{seed}")
     queue: list[tuple[float, int, int, Demand]] = []
     order = 0

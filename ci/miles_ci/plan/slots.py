@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 
 class Job(Protocol):
@@ -28,6 +28,9 @@ class Job(Protocol):
     def serial(self) -> bool: ...
 
 
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """A test starts `at_ms` after the shard began and holds `devices` until `end_ms`."""
@@ -41,6 +44,11 @@ class Start:
 def start_key(job: Job) -> tuple[bool, int, int, str]:
     """Sort key of the queue: longest first, then most devices, then id; serial tests last."""
     return (job.serial, -job.ms, -job.devices, job.id)
+
+
+def start_order(jobs: Iterable[AnyJob]) -> list[AnyJob]:
+    """The order in which the planner expects them to start."""
+    return sorted(jobs, key=start_key)
 
 
 def schedule(jobs: Sequence[Job], width: int) -> list[Start]:

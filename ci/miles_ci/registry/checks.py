@@ -31,7 +31,7 @@ def check_references(document: Document, entries: Entries, today: date) -> None:
         _pools,
         _ambiguous_labels,
         _suites,
-        _gates,
+        _needs,
         _labels,
         _cadences,
         _retry,
@@ -182,22 +182,22 @@ def _suite_times(document: Document, keys: Keys, suite: Any) -> None:
         document.error((*keys, "timeout_s"), "timeout-range", message)
 
 
-def _gates(document: Document, entries: Entries) -> None:
+def _needs(document: Document, entries: Entries) -> None:
     known = _names(document, "suites")
     suites = entries["suites"]
     reported: set[str] = set()
     for name, suite in suites.items():
-        if suite.gate is not None and suite.gate not in known:
-            _unknown(document, ("suites", name, "gate"), "unknown-suite", suite.gate, known)
-        chain, current = [name], suite.gate
+        if suite.needs is not None and suite.needs not in known:
+            _unknown(document, ("suites", name, "needs"), "unknown-suite", suite.needs, known)
+        chain, current = [name], suite.needs
         while current in suites and current not in chain:
             chain.append(current)
-            current = suites[current].gate
+            current = suites[current].needs
         # Each cycle is reported once, at its alphabetically first member.
         if current == name and name == min(chain) and name not in reported:
             reported.update(chain)
-            message = f"suites.{name}.gate: gate cycle {' -> '.join([*chain, name])}"
-            document.error(("suites", name, "gate"), "gate-cycle", message)
+            message = f"suites.{name}.needs: circle {' -> '.join([*chain, name])}"
+            document.error(("suites", name, "needs"), "needs-cycle", message)
 
 
 def _labels(document: Document, entries: Entries) -> None:

@@ -122,6 +122,9 @@ def _report(document: Document, item: Any) -> None:
     if kind == _MISSING:
         document.error(loc, "missing-field", f"{dotted}: is required")
     elif kind == _EXTRA:
+        if len(loc) == 3 and loc[0] == "suites" and loc[2] == "gate":
+            document.error(loc, "unknown-key", f"{dotted}: the key is called `needs` now; rename it", of_key=True)
+            return
         known = _fields_at(loc[:-1])
         document.error(loc, "unknown-key", f"{dotted}: unknown key{suggestion(str(loc[-1]), known)}", of_key=True)
     elif kind == _LITERAL:

@@ -1,7 +1,7 @@
 """The typed model of `registry.yaml`: what machines exist and when they are used.
 
 Structure and ranges stand here, and become the JSON Schema; rules across entries (a pool names a known
-hardware, gates form no cycle, …) stand in `miles_ci.registry.checks`. All instances are frozen and closed.
+hardware, needs form no circle, …) stand in `miles_ci.registry.checks`. All instances are frozen and closed.
 Use `load_fleet`; durations are seconds, memory is GiB per device, times of day are UTC.
 """
 
@@ -102,7 +102,7 @@ class Suite(Entry):
     gpus: int = Field(0, ge=0, le=64)
     pools: list[Name] = []
     runs_on: list[RunnerLabel] = []
-    gate: Name | None = None
+    needs: Name | None = None
     target_wall_s: Seconds
     setup_s: Seconds | None = None
     min_shards: int = Field(1, ge=1, le=256)

@@ -61,7 +61,7 @@ class Report:
 
     counts: Mapping[str, int]
     groups: tuple[Group, ...]
-    dark: tuple[str, ...] = ()
+    never_executed: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     leaked: tuple[str, ...] = ()
     flaky: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return not (self.groups or self.dark or self.faults)
+        return not (self.groups or self.never_executed or self.faults)
 
 
 def category_of(test: SeenTest) -> str:
@@ -86,7 +86,7 @@ def category_of(test: SeenTest) -> str:
         return "infra"
     if test.outcome == "declaration_error":
         return "build"
-    # What passed and blocks all the same has failed a metric gate.
+    # What passed and blocks all the same has failed a metric bound.
     known = ("failed", "error", "no_tests", "all_skipped", "passed", "flaky")
     return "test_failure" if test.outcome in known else "unknown"
 
@@ -124,7 +124,7 @@ def failed_tests(shard: SeenShard) -> list[FailedTest]:
 def analyse(
     shards: Iterable[SeenShard],
     *,
-    dark: Sequence[str] = (),
+    never_executed: Sequence[str] = (),
     faults: Sequence[str] = (),
     skipped: Mapping[str, str] | None = None,
 ) -> Report:
@@ -154,7 +154,7 @@ def analyse(
     report = Report(
         counts,
         groups,
-        tuple(dark),
+        tuple(never_executed),
         tuple(dict.fromkeys([*faults, *died])),
         tuple(leaked),
         tuple(flaky),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from miles_ci.files import write_whole
 from miles_ci.run import results
+from miles_ci.run.judge.signature import strip_ansi
 from miles_ci.run.results import ShardResults, TestResult
-from miles_ci.run.signature import strip_ansi
 
 JUNIT_NAME = "junit.xml"
 # What XML 1.0 cannot carry, and the unpaired halves that Python strings can.
@@ -55,8 +55,8 @@ def _cases(test: TestResult) -> list[ElementTree.Element]:
     silent = not any(outcome in _FAILING for outcome in test.nodes.values())
     if silent and (test.blocks or not cases or test.outcome == results.UNSTABLE_FAILED):
         case = _case(test.path, f"[{test.outcome}]", test.wall_s if not cases else 0.0)
-        gates = "; ".join(gate.message for gate in test.gates if gate.blocks)
-        message = "; ".join(part for part in (test.message, gates) if part) or test.outcome
+        metrics = "; ".join(metric.message for metric in test.metrics if metric.blocks)
+        message = "; ".join(part for part in (test.message, metrics) if part) or test.outcome
         _detail(case, "error" if test.blocks else "skipped", message, test.outcome)
         cases.append(case)
     return cases

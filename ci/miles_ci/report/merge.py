@@ -1,6 +1,6 @@
 """Joins the results of all shards of a plan and proves that every planned test was observed.
 
-Dark = planned and not observed; a file of which `--file` ran some nodes only is not observed. Also errors: a result
+Never executed = planned and not observed; a file of which `--file` ran some nodes only is not observed. Also errors: a result
 nobody planned, two results for one unit, a result of another plan, and an empty observed set.
 """
 
@@ -17,20 +17,20 @@ from miles_ci.run.results import ShardResults
 
 @dataclass(frozen=True)
 class Merged:
-    """`dark`: planned units without an observation. `faults`: what else is wrong, one sentence each.
+    """`never_executed`: planned units without an observation. `faults`: what else is wrong, one sentence each.
     `skipped`: suites that were not started, with the reason given by the caller."""
 
     shards: tuple[ShardResults, ...]
     planned: int
     observed: int
-    dark: tuple[str, ...]
+    never_executed: tuple[str, ...]
     faults: tuple[str, ...]
     skipped: Mapping[str, str]
 
     def exit_code(self) -> int:
         codes = [results.exit_code_of(self.shards)]
-        if self.dark or self.faults:
-            codes.append(ExitCode.DARK_TEST)
+        if self.never_executed or self.faults:
+            codes.append(ExitCode.NEVER_EXECUTED)
         return combine_exit_codes(codes)
 
     def as_json(self) -> dict[str, object]:
@@ -39,7 +39,7 @@ class Merged:
             "exit_code": self.exit_code(),
             "planned": self.planned,
             "observed": self.observed,
-            "dark": list(self.dark),
+            "never_executed": list(self.never_executed),
             "faults": list(self.faults),
             "skipped_suites": dict(self.skipped),
             "counts": {
@@ -57,7 +57,7 @@ def merge(
     skipped: Mapping[str, str] | None = None,
     suites: Sequence[str] | None = None,
 ) -> Merged:
-    """Compare with the plan. `skipped`: suites whose jobs did not start, e.g. because their gate failed.
+    """Compare with the plan. `skipped`: suites whose jobs did not start, e.g. because what they need failed.
     `suites`: look at these only. A unit that a shard reports as not_run or cancelled is accounted for (its reason
     stands there, and it fails the run by itself) but not observed."""
     excused = dict(skipped or {})
@@ -82,7 +82,9 @@ def merge(
         if shard.status == "running":
             faults.append(f"{where}: {results.DIED}")
         faults.extend(_take(shard, where, planned, seen))
-    dark = sorted(f"{suite}: {unit} (shard {planned[suite, unit]})" for suite, unit in planned.keys() - seen.keys())
+    never_executed = sorted(
+        f"{suite}: {unit} (shard {planned[suite, unit]})" for suite, unit in planned.keys() - seen.keys()
+    )
     observed = sum(
         (shard.info.suite, test.unit) in planned
         and test.outcome not in (results.NOT_RUN, results.CANCELLED)
@@ -94,7 +96,7 @@ def merge(
         faults.append("nothing was observed: no shard delivered a single result")
     if planned and seen and not observed:
         faults.append("nothing was observed: no planned test ran")
-    return Merged(tuple(taken), len(planned), observed, tuple(dark), tuple(faults), excused)
+    return Merged(tuple(taken), len(planned), observed, tuple(never_executed), tuple(faults), excused)
 
 
 def _take(
@@ -118,8 +120,8 @@ def _take(
 
 
 def text(merged: Merged) -> str:
-    lines = [f"DARK         {name}" for name in merged.dark]
+    lines = [f"NEVER RUN    {name}" for name in merged.never_executed]
     lines += [f"FAULT        {fault}" for fault in merged.faults]
     lines += [f"SKIPPED      suite {name}: {why}" for name, why in merged.skipped.items()]
-    lines.append(f"planned {merged.planned}, observed {merged.observed}, dark {len(merged.dark)}")
+    lines.append(f"planned {merged.planned}, observed {merged.observed}, never executed {len(merged.never_executed)}")
     return "\n".join(lines)

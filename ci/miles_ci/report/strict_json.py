@@ -1,4 +1,4 @@
-"""JSON from outside: duplicate keys, NaN, infinities and excessive depth are refused."""
+"""JSON from outside: duplicate keys, NaN, infinities and excessive depth are refused, unpaired surrogates spelled out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from miles_ci.errors import UsageError
+from miles_ci.valid_text import valid_text
 
 
 class StrictJsonError(UsageError):
@@ -14,7 +15,7 @@ class StrictJsonError(UsageError):
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for key, value in pairs:
+    for key, value in ((valid_text(key), value) for key, value in pairs):
         if key in out:
             raise StrictJsonError(f"JSON: duplicate key {key!r}")
         out[key] = value
@@ -28,7 +29,7 @@ def _constant(word: str) -> Any:
 def loads(text: str | bytes, *, what: str = "JSON") -> Any:
     """Parse strictly; `StrictJsonError` names `what`."""
     try:
-        return json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant)
+        return valid_text(json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant))
     except StrictJsonError as error:
         raise StrictJsonError(f"{what}: {error}") from error
     except (ValueError, RecursionError) as error:

@@ -101,13 +101,13 @@ def _test(entry: Any, what: str) -> SeenTest:
     last = attempts[-1] if attempts else {}
     path = _text(data.get("path"), f"{what}: path", 300)
     failures = tuple(_failure(item, what) for item in _list(last.get("failures", []), f"{what}: failures"))
-    gates = tuple(_gate(item, path, what) for item in _list(data.get("gates", []), f"{what}: gates"))
-    blocked = tuple(gate for gate in gates if gate is not None)
+    metrics = tuple(_metric(item, path, what) for item in _list(data.get("metrics", []), f"{what}: metrics"))
+    blocked = tuple(metric for metric in metrics if metric is not None)
     leaked = sum(len(_list(item.get("leaked", []), f"{what}: leaked")) for item in attempts)
     nodes = _object(data.get("nodes", {}), f"{what}: nodes")
     tolerated = bool(data.get("tolerated"))
     blocks = outcome not in ("passed", "flaky", "unstable_failed") and not tolerated
-    # A failed metric gate blocks a test that passed.
+    # A failed metric bound blocks a test that passed.
     failures = (failures if blocks or not blocked else ()) + blocked
     message = _text(data.get("message", ""), f"{what}: message")
     if "passed" in _list(data.get("reruns", []), f"{what}: reruns"):
@@ -128,13 +128,16 @@ def _test(entry: Any, what: str) -> SeenTest:
     )
 
 
-def _gate(entry: Any, path: str, what: str) -> SeenFailure | None:
+def _metric(entry: Any, path: str, what: str) -> SeenFailure | None:
     """A verdict on a metric as a failure of the file, or None when it does not block."""
-    data = _object(entry, f"{what}: gate")
+    data = _object(entry, f"{what}: metric")
     if data.get("verdict") not in ("fail", "error"):
         return None
-    metric, message = _text(data.get("metric"), f"{what}: metric", 200), _text(data.get("message", ""), f"{what}: gate")
-    return SeenFailure(f"{path} (metric {metric})", f"metric gate: {message}", f"gate:{metric}"[:16])
+    metric, message = (
+        _text(data.get("metric"), f"{what}: metric", 200),
+        _text(data.get("message", ""), f"{what}: metric"),
+    )
+    return SeenFailure(f"{path} (metric {metric})", f"metric bound: {message}", f"metric:{metric}"[:16])
 
 
 def _failure(entry: Any, what: str) -> SeenFailure:

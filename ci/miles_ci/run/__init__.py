@@ -5,3 +5,5 @@ Stages, each its own module: `unit` (what is to run) -> `slots` + `schedule` (wh
 `results` (the record). `runner.run_plan` ties them together. Not here: choosing tests (`miles_ci.select`), sharding
 (`miles_ci.plan`), reports over several shards (`miles_ci.report`).
 """
+
+__all__ = ["console", "devices", "from_plan", "judge", "rerun", "results", "runner", "shard"]

@@ -13,38 +13,15 @@ from pathlib import Path
 
 from miles_ci.environment import read
 from miles_ci.errors import UsageError
-from miles_ci.history.gate import DeclaredGate
-from miles_ci.plan.model import DECLARATION_ERROR, Plan, Shard, Unit
+from miles_ci.plan.model import Plan, Shard, Unit
 from miles_ci.run.results import RunInfo
-from miles_ci.run.unit import RunUnit
 
 
-def run_unit(unit: Unit) -> RunUnit:
-    error = None
-    if unit.kind == DECLARATION_ERROR:
-        error = "; ".join(unit.errors) or "the declaration is faulty"
-    return RunUnit(
-        id=unit.id,
-        path=unit.path,
-        est_s=unit.ms / 1000,
-        timeout_s=float(unit.timeout_s),
-        num_gpus=unit.devices,
-        min_memory_gib=unit.min_memory_gib,
-        serial=unit.serial,
-        allow_all_skipped=unit.allow_all_skipped,
-        unstable=unit.unstable,
-        nodes=unit.nodes or (),
-        deselect=unit.deselect,
-        declaration_error=error,
-        gates=tuple(DeclaredGate.from_plan(gate) for gate in unit.gates),
-    )
-
-
-def only_files(units: Sequence[RunUnit], wanted: Sequence[str], suite: str) -> tuple[RunUnit, ...]:
+def only_files(units: Sequence[Unit], wanted: Sequence[str], suite: str) -> tuple[Unit, ...]:
     """The units of the wanted files or folders (`path` or `path::node`), each once; several nodes of a file are one unit.
     `UsageError` for one the suite does not plan."""
-    whole: dict[str, RunUnit] = {}
-    narrowed: dict[str, RunUnit] = {}
+    whole: dict[str, Unit] = {}
+    narrowed: dict[str, Unit] = {}
     for word in wanted:
         path, separator, node = word.partition("::")
         path = Path(path).as_posix()
@@ -58,9 +35,9 @@ def only_files(units: Sequence[RunUnit], wanted: Sequence[str], suite: str) -> t
             continue
         if found[0].path != path:
             raise UsageError(f"--file {word}: a node is named by its file, and {path} is a folder")
-        names = (*(narrowed[path].nodes if path in narrowed else ()), f"{path}::{node}")
+        names = (*(narrowed[path].only if path in narrowed else ()), f"{path}::{node}")
         unique = tuple(dict.fromkeys(names))
-        narrowed[path] = replace(found[0], id=path, nodes=unique, deselect=(), gates=(), narrowed=True)
+        narrowed[path] = replace(found[0], id=path, nodes=unique, deselect=(), metric_bounds=(), narrowed=True)
     complete = {unit.path for unit in whole.values()}
     return (*whole.values(), *(unit for path, unit in narrowed.items() if path not in complete))
 

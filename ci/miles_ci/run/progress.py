@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_ci.run.evidence import EventReader
-from miles_ci.run.outcome import complete
+from miles_ci.plan.model import Unit
+from miles_ci.run.judge.judge import complete
+from miles_ci.run.judge.pytest_events import EventReader
 from miles_ci.run.results import Provisional
 from miles_ci.run.shard import ShardRun, failure_record
-from miles_ci.run.unit import RunUnit
 
 INTERVAL_S = 3.0
 
@@ -21,7 +21,7 @@ INTERVAL_S = 3.0
 class Progress:
     """Call `tick` often; every few seconds it reads what is new and records the files that have become complete."""
 
-    def __init__(self, shard: ShardRun, units: Sequence[RunUnit], events: Path) -> None:
+    def __init__(self, shard: ShardRun, units: Sequence[Unit], events: Path) -> None:
         self._shard, self._reader = shard, EventReader(events)
         self._pending = list(units)
         self._next = time.monotonic() + INTERVAL_S

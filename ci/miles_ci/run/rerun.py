@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from miles_ci.run import results
 from miles_ci.run.console import Console
-from miles_ci.run.devices import Device
+from miles_ci.run.devices.inventory import Device
+from miles_ci.run.judge.retry import may_retry
 from miles_ci.run.results import ShardResults
-from miles_ci.run.retry import may_retry
 from miles_ci.run.runner import run_plan
 from miles_ci.run.shard import ShardJob
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from miles_ci.errors import ExitCode, UsageError, combine_exit_codes
 from miles_ci.files import write_whole
+from miles_ci.history.corridor import MetricVerdict
+from miles_ci.valid_text import valid_text
 
 SCHEMA = 1
 RESULTS_NAME = "results.json"
@@ -73,22 +75,9 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class GateRecord:
-    """Verdict on one gated metric: pass, fail, inactive or error."""
-
-    metric: str
-    verdict: str
-    message: str
-    value: float | None = None
-
-    @property
-    def blocks(self) -> bool:
-        return self.verdict in ("fail", "error")
-
-
-@dataclass(frozen=True)
 class TestResult:
-    """One unit with all its attempts. `nodes`: id -> outcome of the last attempt's items, `node_ms` their durations.
+    """One unit with all its attempts. `nodes`: id -> outcome of the last attempt's items, `node_ms` their durations,
+    `subtests`: how many of an item's subtests ended how.
     `reruns`: outcomes of repetitions that only tell flaky from broken.
     `tolerated`: why a bad outcome does not block (declared reason), else empty.
     `only`: the nodes to which `--file` narrowed it, so that it says nothing about the whole unit; else empty."""
@@ -103,15 +92,16 @@ class TestResult:
     message: str = ""
     tolerated: str = ""
     attempts: tuple[Attempt, ...] = ()
-    gates: tuple[GateRecord, ...] = ()
+    metrics: tuple[MetricVerdict, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
     node_ms: Mapping[str, int] = field(default_factory=dict)
+    subtests: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     reruns: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
 
     @property
     def blocks(self) -> bool:
-        return (self.outcome in _EXIT and not self.tolerated) or any(gate.blocks for gate in self.gates)
+        return (self.outcome in _EXIT and not self.tolerated) or any(metric.blocks for metric in self.metrics)
 
     @property
     def wall_s(self) -> float:
@@ -119,8 +109,8 @@ class TestResult:
 
     def exit_code(self) -> int:
         codes = [] if self.tolerated else [_EXIT.get(self.outcome, ExitCode.OK)]
-        if any(gate.blocks for gate in self.gates):
-            codes.append(ExitCode.METRIC_GATE)
+        if any(metric.blocks for metric in self.metrics):
+            codes.append(ExitCode.METRIC_BOUND)
         return combine_exit_codes(codes)
 
 
@@ -226,7 +216,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_results(path: Path) -> ShardResults:
     """Read a results.json back; `UsageError` names the file and what is wrong with it."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = valid_text(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -250,7 +240,7 @@ def _test(entry: Mapping[str, Any]) -> TestResult:
     if fields["outcome"] not in OUTCOMES:
         raise ValueError(f"outcome {fields['outcome']!r} is not known")
     fields["attempts"] = tuple(_attempt(attempt) for attempt in fields["attempts"])
-    fields["gates"] = tuple(GateRecord(**gate) for gate in fields["gates"])
+    fields["metrics"] = tuple(MetricVerdict(**metric) for metric in fields["metrics"])
     for name in ("reruns", "only"):
         fields[name] = tuple(fields.get(name, ()))
     return TestResult(**fields)

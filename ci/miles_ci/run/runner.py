@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from miles_ci.history.store import HistoryStore
-from miles_ci.run import cpu_form, gpu_form, results
+from miles_ci.run import cpu_runner, gpu_runner, results
 from miles_ci.run.console import Console
-from miles_ci.run.devices import Device
-from miles_ci.run.gates import GateKeeper
+from miles_ci.run.devices.inventory import Device
+from miles_ci.run.judge.metric_bounds import MetricJudge
 from miles_ci.run.shard import ShardJob, ShardRun
 
 
@@ -34,7 +34,7 @@ def run_plan(
     """Run the job's units. `devices`: those this runner may use (GPU backends)."""
     record = results.ShardResults(job.info, devices=[dataclasses.asdict(device) for device in devices])
     shard = ShardRun(job, console or Console(), record)
-    keeper = GateKeeper(job.info, open_store, default_branch)
+    keeper = MetricJudge(job.info, open_store, default_branch)
     record.write(job.folder)
     faulty = [unit for unit in job.units if unit.declaration_error is not None]
     present = [unit for unit in job.units if unit.declaration_error is None]
@@ -54,15 +54,15 @@ def run_plan(
     with cancel_on_signal(shard.cancel):
         try:
             if sound and job.info.backend == "cpu":
-                cpu_form.run(shard, keeper)
+                cpu_runner.run(shard, keeper)
             elif sound:
-                gpu_form.run(shard, keeper, devices)
+                gpu_runner.run(shard, keeper, devices)
         finally:
             _complete(shard, keeper)
     return record
 
 
-def _complete(shard: ShardRun, keeper: GateKeeper) -> None:
+def _complete(shard: ShardRun, keeper: MetricJudge) -> None:
     """Close the record: every unit has a result, even when the form ended by an exception."""
     record = shard.record
     known = {test.unit for test in record.tests}

@@ -10,12 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_ci.run import dark, outcome, pytest_process, results
+from miles_ci.history.corridor import MetricVerdict
+from miles_ci.plan.model import Unit
+from miles_ci.run import results
 from miles_ci.run.console import Console
-from miles_ci.run.evidence import Failure, FileEvidence
-from miles_ci.run.outcome import Judgement, ProcessEvidence
-from miles_ci.run.retry import RetryRow, may_retry
-from miles_ci.run.unit import RunUnit
+from miles_ci.run.judge import judge, never_executed
+from miles_ci.run.judge.judge import Judgement, ProcessEvidence
+from miles_ci.run.judge.pytest_events import Failure, FileEvidence
+from miles_ci.run.judge.retry import RetryRow, may_retry
+from miles_ci.run.process import pytest_process
+
+# Kept back from the shard's own limit, to end the tests and to write results.
+RESERVE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class ShardJob:
     root: Path
     folder: Path
     info: results.RunInfo
-    units: tuple[RunUnit, ...]
+    units: tuple[Unit, ...]
     retry_rows: tuple[RetryRow, ...]
     env: Mapping[str, str]
     lock_dir: Path
@@ -87,25 +93,25 @@ class ShardRun:
         cause = judgement.cause
         return bool(cause and cause.allows(attempt) and few and not self.cancel.is_set() and not self.stop_reason)
 
-    def remember_sources(self, units: Sequence[RunUnit]) -> None:
+    def remember_sources(self, units: Sequence[Unit]) -> None:
         """Keep the source that is about to run: what is compared with the collected tests must be the same text."""
         for unit in units:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 self._sources[unit.path] = (self.job.root / unit.path).read_text(encoding="utf-8-sig")
 
-    def judge(self, unit: RunUnit, process: ProcessEvidence) -> Judgement:
-        judgement = outcome.judge(unit, process, self._dark(unit, process), self.job.retry_rows)
+    def judge(self, unit: Unit, process: ProcessEvidence) -> Judgement:
+        judgement = judge.judge_unit(unit, process, self._never_executed(unit, process), self.job.retry_rows)
         if judgement.cause is not None and judgement.cause.action == "stop_host":
             self.stop(judgement.message)
         return judgement
 
-    def _dark(self, unit: RunUnit, process: ProcessEvidence) -> list[dark.DarkTest]:
-        """Dark tests of a whole file; parts that name their nodes run only what they name."""
+    def _never_executed(self, unit: Unit, process: ProcessEvidence) -> list[never_executed.NeverExecuted]:
+        """Tests never executed of a whole file; parts that name their nodes run only what they name."""
         evidence = process.observed.files.get(unit.path)
         if evidence is None or unit.nodes or evidence.skipped_whole is not None or evidence.collection_failures:
             return []
         with contextlib.suppress(SyntaxError):
-            return dark.find(self._sources.get(unit.path, ""), [*evidence.items, *unit.deselect])
+            return never_executed.find(self._sources.get(unit.path, ""), [*evidence.items, *unit.deselect])
         return []
 
 
@@ -113,7 +119,7 @@ def attempt_record(
     number: int,
     judgement: Judgement,
     process: ProcessEvidence | None,
-    unit: RunUnit,
+    unit: Unit,
     *,
     log: str = "",
     devices: Sequence[str] = (),
@@ -154,11 +160,11 @@ def failure_record(failure: Failure) -> results.FailureRecord:
 
 
 def finish(
-    unit: RunUnit,
+    unit: Unit,
     judgement: Judgement,
     attempts: Sequence[results.Attempt],
     process: ProcessEvidence | None,
-    gates: Sequence[results.GateRecord] = (),
+    metrics: Sequence[MetricVerdict] = (),
 ) -> results.TestResult:
     """The unit's final result: flaky when it passed after a failure, tolerated where the declaration says so."""
     final, tolerated = judgement.outcome, ""
@@ -173,18 +179,33 @@ def finish(
         unit=unit.id,
         path=unit.path,
         outcome=final,
-        num_gpus=unit.num_gpus,
-        est_s=round(unit.est_s, 3),
+        num_gpus=unit.devices,
+        est_s=unit.ms / 1000,
         message=judgement.message or (attempts[0].message if final == results.FLAKY else ""),
         tolerated=tolerated,
         attempts=tuple(attempts),
-        gates=tuple(gates),
+        metrics=tuple(metrics),
         nodes={node: item.outcome or "unfinished" for node, item in evidence.items.items()},
         node_ms={node: round(item.seconds * 1000) for node, item in evidence.items.items()},
+        subtests={node: dict(item.subtests) for node, item in evidence.items.items() if item.subtests},
         only=unit.only,
     )
 
 
-def not_run(unit: RunUnit, reason: str, *, cancelled: bool) -> results.TestResult:
+def not_run(unit: Unit, reason: str, *, cancelled: bool) -> results.TestResult:
     final = results.CANCELLED if cancelled else results.NOT_RUN
-    return results.TestResult(unit.id, unit.path, final, unit.num_gpus, round(unit.est_s, 3), reason, only=unit.only)
+    return results.TestResult(unit.id, unit.path, final, unit.devices, unit.ms / 1000, reason, only=unit.only)
+
+
+def skipped(unit: Unit, shard: ShardRun) -> results.TestResult:
+    cancelled = shard.cancel.is_set()
+    return not_run(unit, "the run was cancelled" if cancelled else shard.stop_reason, cancelled=cancelled)
+
+
+def first_attempt_stands(unit: Unit, attempts: Sequence[results.Attempt]) -> results.TestResult:
+    """A retry was due but could not start: the failure that was seen is the result."""
+    first = attempts[0]
+    return results.TestResult(
+        unit.id, unit.path, first.outcome, unit.devices, unit.ms / 1000, first.message,
+        attempts=tuple(attempts), only=unit.only,
+    )  # fmt: skip

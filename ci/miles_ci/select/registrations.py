@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import date
 
-from miles_ci.declare.model import Declaration, GateDeclaration, Scan
+from miles_ci.declare.model import Declaration, Scan
 from miles_ci.errors import Diagnostic, suggestion
+from miles_ci.metric_bound import MetricBound
 from miles_ci.registry.dates import until_problem
 from miles_ci.registry.model import Fleet
 
@@ -63,7 +64,7 @@ class Catalog:
 
     registrations: tuple[Registration, ...]
     faults: tuple[Fault, ...]
-    gates: dict[str, tuple[GateDeclaration, ...]]
+    metric_bounds: dict[str, tuple[MetricBound, ...]]
     findings: tuple[Diagnostic, ...]
 
     @property
@@ -95,15 +96,15 @@ def build_catalog(scan: Scan, fleet: Fleet, *, observed: Observed | None = None,
         else:
             gpus = 0 if declaration.backend == "cpu" else (declaration.num_gpus or fleet.suites[declaration.suite].gpus)
             sound.append(Registration(declaration, declaration.suite, gpus))
-    gates: dict[str, list[GateDeclaration]] = {}
-    for gate in scan.gates:
-        if gate.path not in faulty:
-            gates.setdefault(gate.path, []).append(gate)
+    metric_bounds: dict[str, list[MetricBound]] = {}
+    for bound in scan.metric_bounds:
+        if bound.path not in faulty:
+            metric_bounds.setdefault(bound.path, []).append(bound)
     kept = (item for item in sound if item.path not in faulty)
     return Catalog(
         tuple(sorted(kept, key=lambda item: (item.path, item.suite))),
         tuple(Fault(path, tuple(sorted(errors))) for path, errors in sorted(faulty.items())),
-        {path: tuple(items) for path, items in gates.items()},
+        {path: tuple(items) for path, items in metric_bounds.items()},
         tuple(sorted(checker.findings)),
     )
 

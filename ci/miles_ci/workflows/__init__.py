@@ -4,3 +4,5 @@
 workflows and concurrency, `walk` proves invariants over every reachable state, `lint` holds our own rules
 and drives the official tools. Nothing here talks to the network.
 """
+
+__all__ = ["check", "edits", "events", "files", "generate", "images", "model", "parts", "patches", "simulate"]

@@ -35,7 +35,7 @@ def file_rules(workflow: Workflow) -> Iterator[Finding]:
     top = workflow.raw.get("permissions")
     if top not in ({}, {"contents": "read"}):
         yield "", "top-permissions", f"top-level permissions are {top!r}: use {{}} or contents: read"
-    concurrency = workflow.raw.get("concurrency") or {}
+    concurrency = workflow.concurrency
     group = str(concurrency.get("group", ""))
     if group and group.startswith("${{"):
         yield (
@@ -84,10 +84,10 @@ def job_rules(workflow: Workflow, job: Job) -> Iterator[Finding]:
             yield job.id, "timeout", f"timeout-minutes {minutes!r} is neither a number nor the caller's limit"
     elif minutes > MAX_MINUTES and (_name(workflow), job.id) not in LONG_JOBS:
         yield job.id, "timeout", f"timeout-minutes {minutes} is more than {MAX_MINUTES}"
-    if job.id == "ci-gate":
+    if job.id == "required-check":
         missing = sorted(set(workflow.jobs) - {job.id} - set(job.needs))
         if missing:
-            yield job.id, "gate-needs", f"ci-gate cannot see {', '.join(missing)}: add to needs"
+            yield job.id, "required-check-needs", f"required-check cannot see {', '.join(missing)}: add to needs"
 
 
 def _conditions(job: Job) -> Iterator[Finding]:
@@ -163,7 +163,7 @@ def is_privileged(workflow: Workflow, job: Job) -> bool:
 
 
 def container_rules(workflow: Workflow, job: Job) -> Iterator[Finding]:
-    container = job.raw.get("container")
+    container = job.container
     if not container:
         return
     if "--privileged" in str(container.get("options", "")):

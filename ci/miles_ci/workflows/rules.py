@@ -1,6 +1,6 @@
 """What must hold for every job of every generated file, written independently of the generated conditions.
 
-A `Rule` says on which variables a job depends and when it must run. The gating table stands here once, as a
+A `Rule` says on which variables a job depends and when it must run. The table stands here once, as a
 table. A job without a rule is itself a finding, so a new job cannot slip in unproven.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_ci.registry import Fleet
-from miles_ci.workflows.files.pr_test import root_gate, suites_of
+from miles_ci.workflows.files.pr_test import first_cpu_suite, suites_of
 
 # GPU stage with something selected: (fast-fail bypassed, state of the gating stage) -> runs.
-GATING_TABLE: dict[tuple[bool, str], bool] = {
+NEEDS_TABLE: dict[tuple[bool, str], bool] = {
     (False, "success"): True,
     (False, "failure"): False,
     (False, "cancelled"): False,
@@ -43,14 +43,14 @@ class State:
     def bypass(self, fleet: Fleet) -> bool:
         return self.bypass_label or fleet.cadences[self.cadence].bypass_fastfail  # type: ignore[index]
 
-    def row(self, fleet: Fleet, gate: str | None) -> bool:
-        """The gating table for a stage that waits for `gate`."""
-        if gate is None:
+    def row(self, fleet: Fleet, stage_before: str | None) -> bool:
+        """The table for a stage that waits for `stage_before`."""
+        if stage_before is None:
             return True
-        result = self.results[gate]
+        result = self.results[stage_before]
         if result == "skipped":
-            result = "skipped, count 0" if self.counts[gate] == 0 else "skipped, count > 0"
-        return GATING_TABLE[self.bypass(fleet), result]
+            result = "skipped, count 0" if self.counts[stage_before] == 0 else "skipped, count > 0"
+        return NEEDS_TABLE[self.bypass(fleet), result]
 
     def ok(self, *jobs: str) -> bool:
         return all(self.results[job] == "success" for job in jobs)
@@ -76,8 +76,8 @@ START = Rule("a job without needs runs unless the run was cancelled", lambda sta
 def _pr_rules(fleet: Fleet, backends: tuple[str, ...], before: tuple[str, ...], builds: bool) -> dict[str, Rule]:
     suites = suites_of(fleet, *backends)
     gpu = [suite for suite in suites if fleet.suites[suite].backend != "cpu"]
-    roots = sorted({root_gate(fleet, suite) for suite in gpu}, key=str)
-    gates = tuple(root for root in roots if root)
+    roots = sorted({first_cpu_suite(fleet, suite) for suite in gpu}, key=str)
+    needed_roots = tuple(root for root in roots if root)
     base = (*before, "plan")
 
     def chain(state: State) -> bool:
@@ -86,15 +86,15 @@ def _pr_rules(fleet: Fleet, backends: tuple[str, ...], before: tuple[str, ...], 
 
     rules: dict[str, Rule] = {}
     if gpu:
-        cadences, counts = bool(gates), (*gpu[:1], *gates)
+        cadences, counts = bool(needed_roots), (*gpu[:1], *needed_roots)
         rules["resolve-deps"] = Rule(
-            "follows the row of the stages it serves", chain, (*base, *gates), counts, cadences
+            "follows the row of the stages it serves", chain, (*base, *needed_roots), counts, cadences
         )
         if builds:
             rules["docker-build"] = Rule(
                 "follows the row of the stages it serves; nothing selected builds no image",
                 lambda state: chain(state) and state.ok("resolve-deps") and state.image_needed,
-                (*base, *gates, "resolve-deps"), counts, cadences, image=True,
+                (*base, *needed_roots, "resolve-deps"), counts, cadences, image=True,
             )  # fmt: skip
         build = ("docker-build",) if builds else ()
 
@@ -105,24 +105,24 @@ def _pr_rules(fleet: Fleet, backends: tuple[str, ...], before: tuple[str, ...], 
         rules["resolve-image"] = Rule(
             "follows the row of the stages it serves; a failed build leaves no image to resolve",
             lambda state: chain(state) and state.ok("resolve-deps") and image_ready(state),
-            (*base, *gates, "resolve-deps", *build), counts, cadences, image=builds,
+            (*base, *needed_roots, "resolve-deps", *build), counts, cadences, image=builds,
         )  # fmt: skip
     for suite in suites:
         rules[suite] = _stage_rule(fleet, suite, base)
-    rules["ci-gate"] = ALWAYS
+    rules["required-check"] = ALWAYS
     return rules
 
 
 def _stage_rule(fleet: Fleet, suite: str, base: tuple[str, ...]) -> Rule:
-    gate = fleet.suites[suite].gate
+    stage_before = fleet.suites[suite].needs
     needed = (*base, *(("resolve-deps", "resolve-image") if fleet.suites[suite].backend != "cpu" else ()))
-    gated = (gate,) if gate else ()
+    waits_for = (stage_before,) if stage_before else ()
 
     def runs(state: State) -> bool:
         selected = state.counts[suite] > 0
-        return not state.cancelled and state.ok(*needed) and selected and state.row(fleet, gate)
+        return not state.cancelled and state.ok(*needed) and selected and state.row(fleet, stage_before)
 
-    return Rule("gating table", runs, (*needed, *gated), (suite, *gated), cadences=bool(gate))
+    return Rule("table of needed suites", runs, (*needed, *waits_for), (suite, *waits_for), cadences=bool(stage_before))
 
 
 def _comment_events() -> tuple[dict[str, Any], ...]:

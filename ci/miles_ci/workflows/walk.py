@@ -18,7 +18,7 @@ from miles_ci.workflows.expr import Env, context_paths, is_truthy, status_functi
 from miles_ci.workflows.expr.values import normalise
 from miles_ci.workflows.model import Job, Workflow
 from miles_ci.workflows.rules import Rule, State, rules_for
-from miles_ci.workflows.simulate import RESULTS, Event, Outcome, false_part, local_resolver, simulate
+from miles_ci.workflows.simulate import JOB_RESULTS, Event, Outcome, false_part, local_resolver, simulate
 
 CADENCES = ("regular", "nightly", "weekly", "release")
 
@@ -113,7 +113,7 @@ def states_of(workflow: Workflow, job: Job, rule: Rule) -> Iterator[State]:
     ]
     cadences = CADENCES if rule.cadences else ("regular",)
     flag = (False, True)
-    for results in itertools.product(RESULTS, repeat=len(ordered)):
+    for results in itertools.product(JOB_RESULTS, repeat=len(ordered)):
         assigned = dict(zip(ordered, results, strict=True))
         for selected in selections:
             for cadence, bypass, image, cancelled, event in itertools.product(
@@ -141,7 +141,7 @@ def environment(workflow: Workflow, job: Job, state: State, fleet: Fleet) -> Env
 
 def runs(workflow: Workflow, job: Job, state: State, fleet: Fleet) -> bool:
     """Whether the condition lets the job run in a state."""
-    return is_truthy(job.gate(environment(workflow, job, state, fleet)))
+    return is_truthy(job.effective_condition(environment(workflow, job, state, fleet)))
 
 
 def walk_job(
@@ -226,12 +226,12 @@ def walk(workflows: Mapping[str, Workflow], fleet: Fleet) -> WalkReport:
 
 
 def _scenarios(workflow: Workflow, fleet: Fleet) -> Iterator[tuple[State, dict[str, str]]]:
-    """Whole runs: gate, plan and authorisation end in every way, at most one image job ends badly."""
+    """Whole runs: needed suite, plan and authorisation end in every way, at most one image job ends badly."""
     suites = [name for name in workflow.jobs if name in fleet.suites]
     firsts = [
         name
         for name in ("authorise", "plan", *suites)
-        if name in workflow.jobs and _gates_something(workflow, name, fleet)
+        if name in workflow.jobs and _needs_something(workflow, name, fleet)
     ]
     chain = [name for name in ("resolve-deps", "docker-build", "resolve-image") if name in workflow.jobs]
     troubles = [{}, *({name: bad} for name in chain for bad in ("failure", "cancelled"))]
@@ -245,8 +245,8 @@ def _scenarios(workflow: Workflow, fleet: Fleet) -> Iterator[tuple[State, dict[s
                 yield State({}, counts, cadence, label, image, cancelled), results
 
 
-def _gates_something(workflow: Workflow, name: str, fleet: Fleet) -> bool:
-    return name not in fleet.suites or any(suite.gate == name for suite in fleet.suites.values())
+def _needs_something(workflow: Workflow, name: str, fleet: Fleet) -> bool:
+    return name not in fleet.suites or any(suite.needs == name for suite in fleet.suites.values())
 
 
 def walk_forward(workflows: Mapping[str, Workflow], name: str, fleet: Fleet) -> tuple[int, list[Violation]]:
@@ -302,7 +302,7 @@ def _whole_run(workflow: Workflow, scenario: State, endings: Mapping[str, str], 
 
 
 def _must_run(job: str, rule: Rule, state: State, fleet: Fleet) -> bool:
-    """The rule on a whole run, except that nothing between gate and stage may decide by itself."""
+    """The rule on a whole run, except that nothing between a stage and what it needs may decide by itself."""
     if job not in fleet.suites or fleet.suites[job].backend == "cpu":
         return rule.runs(state)
     served = {name: "success" for name in ("resolve-deps", "resolve-image") if state.results.get(name) == "skipped"}
@@ -357,7 +357,12 @@ def walk_callers(workflows: Mapping[str, Workflow], fleet: Fleet) -> list[Violat
                 if not inner.ran:
                     found.append(
                         Violation(
-                            name, f"{job_id}/{suite}", True, "gating table", (("stage-a-cpu", "failure"),), inner.reason
+                            name,
+                            f"{job_id}/{suite}",
+                            True,
+                            "table of needed suites",
+                            (("stage-a-cpu", "failure"),),
+                            inner.reason,
                         )
                     )
     return found

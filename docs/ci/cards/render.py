@@ -1,6 +1,6 @@
 """Draw the pull-request card and the Lark card of one example run as PNG: `python docs/ci/cards/render.py`.
 
-The data is `example-merged.json`, in the form that ci-gate uploads; both cards are built by the code that sends
+The data is `example-merged.json`, in the form that required-check uploads; both cards are built by the code that sends
 them and drawn from a local page by a headless Chromium. Without Chromium the pages are written and nothing else.
 """
 

@@ -20,11 +20,10 @@ ONE_SIXTH = 0.16666667163372040  # fp32 0x3E2AAAAB
 
 @dataclass(frozen=True)
 class Blocks:
-    """Codes uint8 [..., K/16, 16], E4M3 scale bytes uint8 [..., K/16], and S_enc, S_dec, A as fp32 scalars [G...]."""
+    """Codes uint8 [..., K/16, 16], E4M3 scale bytes uint8 [..., K/16], and S_dec, A as fp32 scalars [G...]."""
 
     codes: torch.Tensor
     scale8: torch.Tensor
-    s_enc: torch.Tensor
     s_dec: torch.Tensor
     amax: torch.Tensor
 
@@ -84,7 +83,7 @@ def quantize_blocks(weight: torch.Tensor, amax: torch.Tensor, config: NVFP4QDQCo
     if not config.use_4over6:
         scale8 = e4m3_encode(a * (s_enc * ONE_SIXTH))
         scale8 = torch.where(a == 0, 0, scale8).to(torch.uint8)
-        return Blocks(_encode(x, scale8, s_dec), scale8, s_enc, s_dec, amax)
+        return Blocks(_encode(x, scale8, s_dec), scale8, s_dec, amax)
 
     s6 = (a / _fp32(6.0, a)) * s_enc
     scale6 = e4m3_encode(s6.clamp_max(448.0))
@@ -94,7 +93,7 @@ def quantize_blocks(weight: torch.Tensor, amax: torch.Tensor, config: NVFP4QDQCo
     error4 = candidate_error(x, codes4, scale4, amax, s_enc, config)
     use4 = error4 < error6
     codes = torch.where(use4.unsqueeze(-1), codes4, codes6)
-    return Blocks(codes, torch.where(use4, scale4, scale6), s_enc, s_dec, amax)
+    return Blocks(codes, torch.where(use4, scale4, scale6), s_dec, amax)
 
 
 def dequantize_blocks(blocks: Blocks, config: NVFP4QDQConfig) -> torch.Tensor:

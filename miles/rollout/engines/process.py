@@ -33,9 +33,6 @@ class EngineHandle:
     token: str | None = field(default=None, repr=False)
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
     def wait(self) -> int:
         """Block until the engine ends; its exit code."""
         return 0 if self._process is None else self._process.wait()

@@ -380,7 +380,8 @@ class Parser:
         least, most = ARITY[name]
         if not least <= len(arguments) <= most:
             raise Unreadable(f"{name} of {len(arguments)} values")
-        call = Call(name, tuple(arguments))
+        # One form for both spellings, so that values too large to compute are the same too.
+        call = Power(Constant("e"), arguments[0]) if name == "exp" else Call(name, tuple(arguments))
         return call if power is None else Power(call, power)
 
     def _arguments(self) -> list[Node]:

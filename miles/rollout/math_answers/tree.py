@@ -104,7 +104,6 @@ class Words:
 Node = Number | Constant | Variable | Sum | Product | Power | Call | Group | Relation | Quantity | Words
 SCALARS = (Number, Constant, Variable, Sum, Product, Power, Call)
 
-ONE = Number(Fraction(1))
 MINUS_ONE = Number(Fraction(-1))
 
 

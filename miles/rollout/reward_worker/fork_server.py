@@ -86,6 +86,10 @@ class _ForkServer:
     def __init__(
         self, control: socket.socket, driver: int, spec: dict[str, Any], function: Callable[..., Any] | str | None
     ) -> None:
+        # Imported before the first copy, so that no copy pays for it.
+        from miles.rollout.reward_worker import worker
+
+        self._serve = worker.serve
         self._control = control
         self._driver = driver  # a descriptor that is readable once the driver is dead
         self._spec = spec
@@ -149,10 +153,8 @@ class _ForkServer:
                 signal.signal(number, signal.SIG_DFL)
             self._control.close()
             os.close(self._driver)
-            from miles.rollout.reward_worker.worker import serve
-
             function = _make(self._spec) if self._function is None else self._function
-            serve(socket.socket(fileno=channel_fd), output_fd, function, self._spec, parent=parent)
+            self._serve(socket.socket(fileno=channel_fd), output_fd, function, self._spec, parent=parent)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -169,20 +171,19 @@ class _ForkServer:
     def _reap(self) -> None:
         from miles.rollout.reward_worker import linux
 
-        while True:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid in self._workers:
-                self._workers.discard(pid)
-                # What the function started and left: its group, and orphans of its session.
+        ended = set()
+        with contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                if pid in self._workers:
+                    ended.add(pid)
+        self._workers -= ended
+        if ended:
+            # What the functions started and left: their groups, and orphans of their sessions.
+            for pid in ended:
                 _kill_group(pid)
-                for child, session in linux.children():
-                    if session == pid:
-                        _kill(child)
+            for child, session in linux.children():
+                if session in ended:
+                    _kill(child)
 
     def end_all(self) -> None:
         """Every child, adopted ones included, until there is none."""

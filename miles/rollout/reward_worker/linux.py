@@ -28,13 +28,17 @@ def adopt_orphans() -> None:
 def children() -> list[tuple[int, int]]:
     """(pid, session) of this process' children, adopted ones included."""
     found, mine = [], os.getpid()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                # The name stands in parentheses and may hold anything; behind it: state, parent, group, session.
-                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                if int(fields[1]) == mine:
-                    found.append((int(entry.name), int(fields[3])))
+    try:
+        # Not every kernel is built with it.
+        listed = Path(f"/proc/self/task/{mine}/children").read_text().split()
+    except OSError:
+        listed = [name for name in os.listdir("/proc") if name.isdigit()]
+    for name in listed:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The name stands in parentheses and may hold anything; behind it: state, parent, group, session.
+            fields = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[1]) == mine:
+                found.append((int(name), int(fields[3])))
     return found
 
 

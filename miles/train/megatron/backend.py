@@ -29,7 +29,7 @@ from miles.models.spellings import complete, stated_dtype
 from miles.quant import contract as contracts
 from miles.quant.contract import QuantContract
 from miles.train import checkpoint
-from miles.train.backend import ChunkHook, ParallelLayout, Resumed, ScoreModel, ScoreOutput, check_score
+from miles.train.backend import Backend, ChunkHook, ParallelLayout, Resumed, ScoreModel, ScoreOutput, check_score
 from miles.train.checkpoint import Manifest
 from miles.train.config import OptimizerConfig, TrainConfig
 from miles.train.errors import CheckpointError, TrainError
@@ -43,7 +43,7 @@ from miles.train.megatron.trained import ScoredModel, TrainedModel
 from miles.train.parallel_checks import check_parallelism
 
 
-class MegatronBackend:
+class MegatronBackend(Backend):
     """`temperature` must equal the rollout's: log-probs are taken of logits divided by it."""
 
     def __init__(

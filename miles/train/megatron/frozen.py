@@ -5,13 +5,13 @@ They are in no checkpoint, because the folders they come from have them.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from miles.algos.config import AlgoConfig
 from miles.config import ConfigError
+from miles.config.json_text import parse_json
 from miles.models import registry
 from miles.models.family import Family, FamilyConfig, read_hf_config
 from miles.train.config import TrainConfig
@@ -72,7 +72,10 @@ def _token_ids(folder: Path) -> Any:
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
-    return json.loads(path.read_text(encoding="utf-8")).get("model", {}).get("vocab")
+    try:
+        return parse_json(path.read_text(encoding="utf-8"))["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: no tokenizer with a vocabulary ({error!r}); restore the file") from None
 
 
 class FrozenModels:

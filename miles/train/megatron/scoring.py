@@ -81,7 +81,7 @@ class Scorer:
 
         supported = support_log_probs(
             item.response_rows(logits), tensors.target_ids, tensors.support_ids, tensors.support_offsets, **shared
-        ).log_probs
+        )
         # log p_full(y) - log p_S(y) = log of the mass of S, the same for every y in S.
         mass = (full - supported).detach().exp()
         return Scores(supported, entropies, mass, self._exact_kl(item, logits) if exact else None)

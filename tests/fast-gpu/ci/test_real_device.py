@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from miles_ci.declare import register_cuda_ci
-from miles_ci.run import health, probe_child
-from miles_ci.run.devices import host_devices, inherited, occupancy
-from miles_ci.run.slots import DEFAULT_FOLDER, LeaseManager, Request
+from miles_ci.run.devices import health, probe_child
+from miles_ci.run.devices.inventory import host_devices, inherited, occupancy
+from miles_ci.run.devices.slots import DEFAULT_FOLDER, LeaseManager, Request
 
 register_cuda_ci(est_time=30, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["ci"])
 

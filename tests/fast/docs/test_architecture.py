@@ -12,7 +12,7 @@ from pages import ROOT, read_page
 
 PAGE = read_page(ROOT / "docs" / "architecture.md")
 # Bases that everything may import are not drawn, nor is the entry point of `python -m miles_ci`.
-BASES = {"miles": {"config"}, "miles_ci": {"errors", "environment", "__main__", "__version__"}}
+BASES = {"miles": {"config"}, "miles_ci": {"errors", "environment", "valid_text", "__main__", "__version__"}}
 FOLDERS = {"miles": ROOT, "miles_ci": ROOT / "ci"}
 
 

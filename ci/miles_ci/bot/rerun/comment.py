@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from miles_ci.bot.github import COMMENT_LIMIT
 from miles_ci.bot.marker import Marker
-from miles_ci.bot.outcome import Verdict
 from miles_ci.bot.rerun.request import Request
+from miles_ci.bot.rerun.verdict import RerunVerdict
 from miles_ci.report.escape import code, markdown
 
 MAX_FAILING = 10
@@ -49,7 +49,7 @@ def final_body(
     run_id: int,
     attempt: int,
     run_url: str,
-    verdict: Verdict,
+    verdict: RerunVerdict,
     rows: list[Row],
     *,
     superseded: bool = False,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from miles_ci.bot.access import read_pull
 from miles_ci.bot.github import CHECK_LIMIT, Client, GitHubError, clip
 from miles_ci.bot.marker import parse_marker
-from miles_ci.bot.outcome import Verdict, verdict
 from miles_ci.bot.rerun.announce import find_comment
 from miles_ci.bot.rerun.comment import Row, final_body
 from miles_ci.bot.rerun.request import Request
+from miles_ci.bot.rerun.verdict import RerunVerdict, verdict
 from miles_ci.bot.runs import JobInfo, artifact_files, jobs_of, leg_of
 from miles_ci.report.untrusted import BadArtifact, SeenShard, read_shard
 
@@ -23,7 +24,7 @@ ARTIFACTS = re.compile(r"results-rerun-[a-z0-9-]{1,64}")
 class Finding:
     """What a run really did."""
 
-    verdict: Verdict
+    verdict: RerunVerdict
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
 
@@ -109,7 +110,7 @@ def report(
     A newer attempt's marker wins: an older finaliser stays silent. A deleted or lost comment is searched for
     and, if it is gone, replaced by one terminal comment.
     """
-    judged = finding.verdict if state is None else Verdict(state, finding.verdict.reason)
+    judged = finding.verdict if state is None else RerunVerdict(state, finding.verdict.reason)
     superseded = _superseded(client, request)
     body = final_body(
         request, run_id, attempt, run_url, judged, list(finding.rows), superseded=superseded, notes=finding.notes
@@ -136,7 +137,7 @@ def _superseded(client: Client, request: Request) -> bool:
         return False
 
 
-def _read_comment(client: Client, comment_id: int) -> dict | None:
+def _read_comment(client: Client, comment_id: int) -> dict[str, Any] | None:
     if comment_id <= 0:
         return None
     try:
@@ -162,7 +163,7 @@ def _patch_or_create(client: Client, request: Request, comment_id: int, body: st
 
 
 def _create(client: Client, request: Request, body: str, bot_id: int) -> str:
-    def proof() -> dict | None:
+    def proof() -> dict[str, Any] | None:
         return find_comment(client, request.pull_number, bot_id, request.request_id)
 
     created = client.post(f"{{repo}}/issues/{request.pull_number}/comments", {"body": body}, proof=proof)
@@ -172,7 +173,7 @@ def _create(client: Client, request: Request, body: str, bot_id: int) -> str:
 _CONCLUSION = {"passed": "success", "failed": "failure", "cancelled": "cancelled", "lost": "cancelled"}
 
 
-def _finish_check(client: Client, check_id: int, judged: Verdict, body: str) -> str:
+def _finish_check(client: Client, check_id: int, judged: RerunVerdict, body: str) -> str:
     if check_id <= 0:
         return ""
     summary = clip(body.split("\n", 1)[-1], CHECK_LIMIT)

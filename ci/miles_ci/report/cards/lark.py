@@ -82,7 +82,7 @@ def build(card: Card, shape: Shape | None = None) -> dict[str, Any]:
         count = sum(len(group.jobs) for group in hidden)
         elements.append({"tag": "markdown", "content": f"+ {count} jobs in {len(hidden)} groups"})
     if shape.groups is None:
-        extra = [f"dark: {escape(name)}" for name in card.report.dark[:MAX_TESTS]]
+        extra = [f"never executed: {escape(name)}" for name in card.report.never_executed[:MAX_TESTS]]
         extra += [f"skipped {escape(line)}" for line in skipped_lines(card.report.skipped)]
         extra += [f"flaky: {escape(name)}" for name in card.report.flaky[:MAX_TESTS]]
         extra += [escape(note) for note in card.notes]

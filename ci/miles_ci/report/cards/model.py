@@ -109,7 +109,7 @@ def totals(report: Report) -> str:
         "not_run",
     )
     parts = [f"{report.counts[name]} {name.replace('_', ' ')}" for name in order if report.counts.get(name)]
-    parts += [f"{len(report.dark)} dark"] if report.dark else []
+    parts += [f"{len(report.never_executed)} never executed"] if report.never_executed else []
     return ", ".join(parts) or "nothing ran"
 
 

@@ -36,7 +36,7 @@ def blocks(card: Card) -> list[str]:
         out.append(f"{card.more}\n")
     report = card.report
     sections = [
-        ("Dark (planned, never observed)", [code(name, 300) for name in report.dark]),
+        ("Never executed (planned, never observed)", [code(name, 300) for name in report.never_executed]),
         ("Faults", [markdown(fault, 300) for fault in report.faults]),
         ("Skipped suites", [markdown(line, 300) for line in skipped_lines(report.skipped)]),
         ("Flaky (passed on retry)", [code(name, 300) for name in report.flaky]),

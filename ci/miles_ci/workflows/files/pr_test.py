@@ -1,6 +1,6 @@
-"""`pr-test.yml` (CPU and CUDA) and `pr-test-rocm.yml`: plan once, gate stages, prove that nothing went dark.
+"""`pr-test.yml` (CPU and CUDA) and `pr-test-rocm.yml`: plan once, run stage after stage, prove that nothing was left out.
 
-The gating row is written once (`gate_row`) and used by every job of the chain that serves a stage, so no job in
+The row is written once (`needs_condition`) and used by every job of the chain that serves a stage, so no job in
 between can re-impose fast-fail. Counts, shards and runner labels come from the plan at run time: switching a
 pool off changes no file.
 """
@@ -49,20 +49,20 @@ def suites_of(fleet: Fleet, *backends: str) -> list[str]:
     return [name for name, suite in fleet.suites.items() if suite.backend in backends]
 
 
-def root_gate(fleet: Fleet, suite: str) -> str | None:
-    """The CPU suite that finally gates a suite: what the image chain may wait for."""
-    gate = fleet.suites[suite].gate
-    while gate is not None and fleet.suites[gate].backend != "cpu":
-        gate = fleet.suites[gate].gate
-    return gate
+def first_cpu_suite(fleet: Fleet, suite: str) -> str | None:
+    """The CPU suite that a suite finally waits for: what the image chain may wait for."""
+    first = fleet.suites[suite].needs
+    while first is not None and fleet.suites[first].backend != "cpu":
+        first = fleet.suites[first].needs
+    return first
 
 
-def gate_row(gate: str | None) -> str:
-    """One row of the gating table as a condition: bypass, or passed, or nothing to run."""
-    if gate is None:
+def needs_condition(needed: str | None) -> str:
+    """One row of the table of needed suites as a condition: bypass, or passed, or nothing to run."""
+    if needed is None:
         return "true"
-    nothing = both(f"needs.{gate}.result == 'skipped'", f"{output('plan', f'count-{gate}')} == '0'")
-    return either(f"{output('plan', 'bypass')} == 'true'", succeeded(gate), f"({nothing})")
+    nothing = both(f"needs.{needed}.result == 'skipped'", f"{output('plan', f'count-{needed}')} == '0'")
+    return either(f"{output('plan', 'bypass')} == 'true'", succeeded(needed), f"({nothing})")
 
 
 def _plan_job(fleet: Fleet, suites: list[str], *, needs: tuple[str, ...] = (), ref: str, rocm: bool) -> dict[str, Any]:
@@ -154,12 +154,12 @@ def _image_jobs(
 
 def _stage(fleet: Fleet, suite: str, *, ref: str, before: tuple[str, ...] = ()) -> dict[str, Any]:
     spec = fleet.suites[suite]
-    gate = spec.gate
+    needed = spec.needs
     gpu = spec.backend != "cpu"
     chain = [*before, "plan", *(["resolve-deps", "resolve-image"] if gpu else [])]
-    needs = [*chain, *([gate] if gate else [])]
+    needs = [*chain, *([needed] if needed else [])]
     wanted = f"{output('plan', f'count-{suite}')} != '0'"
-    condition = both(ALIVE, *map(succeeded, chain), wanted, gate_row(gate))
+    condition = both(ALIVE, *map(succeeded, chain), wanted, needs_condition(needed))
     given: dict[str, Any] = {
         "artifact": f"{suite}-${{{{ matrix.shard }}}}",
         "plan_digest": "${{ needs.plan.outputs.digest }}",
@@ -187,9 +187,9 @@ def _stage(fleet: Fleet, suite: str, *, ref: str, before: tuple[str, ...] = ()) 
     )
 
 
-def _gate_job(needs: list[str], suites: list[str], *, ref: str | None, lane: str = "") -> dict[str, Any]:
+def _required_check_job(needs: list[str], suites: list[str], *, ref: str | None, lane: str = "") -> dict[str, Any]:
     """`ref` None: the default branch's harness judges (privileged workflow)."""
-    script = 'python -m miles_ci bot gate --suites "$SUITES" --plan plan --results results --output merged'
+    script = 'python -m miles_ci bot required-check --suites "$SUITES" --plan plan --results results --output merged'
     env = {
         "CANCELLED": "${{ steps.cancelled.outputs.value }}",
         "NEEDS": "${{ toJSON(needs) }}",
@@ -200,10 +200,10 @@ def _gate_job(needs: list[str], suites: list[str], *, ref: str | None, lane: str
         checkout(name="Check out the harness", ref=ref),
         setup_python(),
         install_ci(),
-        # By pattern: an absent plan is the gate's verdict to give, not a failed download.
+        # By pattern: an absent plan is the check's verdict to give, not a failed download.
         download(pattern=f"plan{lane}", path="plan"),
         download(pattern="results-*", path="results"),
-        run("Judge", script, env=env, step_id="gate"),
+        run("Judge", script, env=env, step_id="needs"),
         upload(f"merged{lane}", "merged", missing="warn"),
     ]
     steps = [step if "if" in step else {"name": step["name"], "if": "always()", **step} for step in steps]
@@ -222,16 +222,18 @@ def _concurrency(prefix: str, event: str) -> dict[str, Any]:
 
 def pr_test(fleet: Fleet) -> dict[str, Any]:
     cpu, cuda = suites_of(fleet, "cpu"), suites_of(fleet, "cuda")
-    roots = sorted({root_gate(fleet, suite) for suite in cuda}, key=str)
-    gates = [root for root in roots if root is not None]
+    roots = sorted({first_cpu_suite(fleet, suite) for suite in cuda}, key=str)
+    needed = [root for root in roots if root is not None]
     jobs: dict[str, Any] = {"plan": _plan_job(fleet, [*cpu, *cuda], ref=REF, rocm=False)}
     jobs |= {suite: _stage(fleet, suite, ref=REF) for suite in cpu}
     if cuda:
-        base = both(ALIVE, succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'", either(*map(gate_row, roots)))
+        base = both(
+            ALIVE, succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'", either(*map(needs_condition, roots))
+        )
         env = {"IMAGE_TAG": "${{ inputs.image_tag }}"}
-        jobs |= _image_jobs(base, ["plan", *gates], default_image(fleet, "cuda"), env, REF, build=True)
+        jobs |= _image_jobs(base, ["plan", *needed], default_image(fleet, "cuda"), env, REF, build=True)
         jobs |= {suite: _stage(fleet, suite, ref=REF) for suite in cuda}
-    jobs["ci-gate"] = _gate_job(list(jobs), [*cpu, *cuda], ref=REF)
+    jobs["required-check"] = _required_check_job(list(jobs), [*cpu, *cuda], ref=REF)
     return {
         "name": "PR Test",
         "on": {
@@ -301,7 +303,7 @@ def pr_test_rocm(fleet: Fleet) -> dict[str, Any]:
     base = both(ALIVE, succeeded("authorise"), succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'")
     jobs |= _image_jobs(base, ["authorise", "plan"], default_image(fleet, "rocm"), env, "", build=False)
     jobs |= {suite: _stage(fleet, suite, ref=ref, before=("authorise",)) for suite in rocm}
-    jobs["ci-gate"] = _gate_job(list(jobs), rocm, ref=None, lane="-rocm")
+    jobs["required-check"] = _required_check_job(list(jobs), rocm, ref=None, lane="-rocm")
     return {
         "name": "PR Test (ROCm)",
         # The commit in the name is how a dispatched run is found again; the request id proves the dispatch.

@@ -1,7 +1,7 @@
 """`PagePool`: which cache page belongs to whom, and which full pages can be shared by their content.
 
 Plain bookkeeping; tensors live in `attention`. A cached page is found by (parent page, its tokens), exactly, not by
-a hash; the root is the weight version, and a version change drops everything.
+a hash; the root is the generation of the weights, and a change of them drops everything.
 """
 
 from __future__ import annotations

@@ -15,11 +15,10 @@ import secrets
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from miles.config import MilesError
 
-Phase = Literal["serving", "updating", "dirty", "released"]
 SERVING, UPDATING, DIRTY, RELEASED = "serving", "updating", "dirty", "released"
 
 _STAYS: Mapping[str, str] = {SERVING: SERVING, DIRTY: DIRTY, RELEASED: RELEASED}

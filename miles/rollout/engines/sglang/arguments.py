@@ -38,6 +38,10 @@ def server_arguments(config: EngineConfig, model_dir: Path, ports: list[int], *,
         key = name.lstrip("-").replace("_", "-")
         if key in RESERVED:
             raise ConfigError(f"engine.server_args.{name} is set by the run; remove it (see engine.host, engine.port)")
+        if key == "api-key":
+            raise ConfigError(
+                f"engine.server_args.{name}: a key in a command line is everybody's on the host; keep engine.host on the loopback"
+            )
         if not isinstance(value, str | int | float | bool):
             raise ConfigError(f"engine.server_args.{name}: {value!r} is a {type(value).__name__}, expected one value")
         arguments[key] = value

@@ -20,10 +20,10 @@ import pytest
 
 from miles_ci.bot.github import Client
 from miles_ci.bot.marker import Marker, parse_marker
-from miles_ci.bot.outcome import Verdict
 from miles_ci.bot.rerun.comment import Row, final_body
 from miles_ci.bot.rerun.report import collect, report
 from miles_ci.bot.rerun.request import Request
+from miles_ci.bot.rerun.verdict import RerunVerdict
 from miles_ci.registry import load_fleet
 from miles_ci.workflows.generate import render
 from miles_ci.workflows.model import Workflow
@@ -500,7 +500,7 @@ def test_a_body_that_would_be_too_long_keeps_its_marker_and_its_limit() -> None:
         Row(f"suite-{n}", "cpu", "failure", 1.0, "https://x", 5, tuple(f"tests/{'y' * 250}_{k}" for k in range(12)))
         for n in range(60)
     ]
-    body = final_body(request, 1, 1, "https://x", Verdict("failed"), rows)
+    body = final_body(request, 1, 1, "https://x", RerunVerdict("failed"), rows)
     assert len(body) <= 65_536
     assert parse_marker(body) == Marker("rerun", "0" * 32, 1, 1, "failed", HEAD)
     assert "shortened" in body

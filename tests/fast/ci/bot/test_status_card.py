@@ -44,7 +44,7 @@ def result(path: str, outcome: str, message: str = "") -> dict[str, Any]:
 
 def merged(*shards: dict[str, Any], **values: Any) -> bytes:
     return json.dumps(
-        {"schema": 1, "shards": list(shards), "dark": [], "faults": [], "skipped_suites": {}, **values}
+        {"schema": 1, "shards": list(shards), "never_executed": [], "faults": [], "skipped_suites": {}, **values}
     ).encode()
 
 
@@ -118,7 +118,7 @@ def test_a_marker_forged_by_a_user_is_neither_edited_nor_deleted(pull: GitHub, c
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b'{"schema":1,"shards":7}', b'{"shards":[],"shards":[]}', json.dumps({"shards": [{"schema": 9}]}).encode(), b'{"shards":[],"dark":[1]}', b'{"shards":[],"skipped_suites":{"a":1}}'],
+    [b"{", b'{"schema":1,"shards":7}', b'{"shards":[],"shards":[]}', json.dumps({"shards": [{"schema": 9}]}).encode(), b'{"shards":[],"never_executed":[1]}', b'{"shards":[],"skipped_suites":{"a":1}}'],
 )  # fmt: skip
 def test_a_forged_artifact_is_ignored_with_a_note_and_the_card_still_comes(
     pull: GitHub, job: Job, content: bytes

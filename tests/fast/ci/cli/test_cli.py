@@ -317,8 +317,8 @@ def test_the_exit_codes_are_those_of_the_documentation() -> None:
         "CONFIG": 2,
         "INFRA": 3,
         "ZERO_TESTS": 4,
-        "DARK_TEST": 5,
-        "METRIC_GATE": 6,
+        "NEVER_EXECUTED": 5,
+        "METRIC_BOUND": 6,
         "DRIFT": 7,
         "INTERRUPTED": 130,
     }

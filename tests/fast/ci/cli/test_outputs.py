@@ -125,7 +125,9 @@ def test_a_link_in_a_circle_is_an_error_and_no_endless_search(tree: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "words", [["tune"], ["gate", "list"], ["gate", "show"], ["gate", "promote"], ["results", "flaky"]], ids=" ".join
+    "words",
+    [["tune"], ["metric-bound", "list"], ["metric-bound", "show"], ["metric-bound", "promote"], ["results", "flaky"]],
+    ids=" ".join,
 )
 def test_a_mistyped_history_is_no_such_store_and_none_is_made(tree: Path, words: list[str]) -> None:
     place = [str(tree)] if words[0] == "results" else ["--root", str(tree)]

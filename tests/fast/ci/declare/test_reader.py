@@ -12,7 +12,7 @@ from miles_ci.declare import scan
 from miles_ci.declare.model import Declaration, Exemption
 from miles_ci.declare.reader import read_source
 
-IMPORTS = "from miles_ci.declare import register_cpu_ci, register_cuda_ci, register_rocm_ci, register_ci_gate\n"
+IMPORTS = "from miles_ci.declare import register_cpu_ci, register_cuda_ci, register_rocm_ci, register_metric_bound\n"
 GPU = '"stage-b-1-gpu-h200", hardware=["h200"], labels=["kernels"]'
 EXEMPT = '{"reason": "fails on the new driver", "issue": "#12", "until": "2026-12-24"}'
 
@@ -161,6 +161,8 @@ def test_what_is_no_literal_is_refused_and_named(source: str, named: str) -> Non
         ),
         ("from miles_ci.declare import register_cpu_ci as r\nr(3, 's')", "aliased-import", "`register_cpu_ci as r`"),
         ("from miles_ci.declare import *", "star-import", "import *"),
+        ("from miles_ci.declare import register_ci_gate", "unknown-import", "called register_metric_bound now"),
+        ("from miles_ci.declare import register_cpu", "unknown-import", "did you mean 'register_cpu_ci'?"),
         ("def f():\n    from miles_ci.declare import register_cpu_ci", "nested-import", "inside function `f`"),
         ("def register_cpu_ci(a, b):\n    pass", "shadowed", "defined here"),
         ("again = register_cpu_ci\nagain(1, 's')", "hidden-use", "read without being called"),
@@ -241,14 +243,14 @@ def test_all_errors_of_a_call_are_reported_together() -> None:
         ('"loss", rel_up=0.1, rel_down=0.1, magnitude="yes"', "wrong-type"),
     ],
 )
-def test_a_gate_needs_both_sides_and_sound_bounds(arguments: str, code: str) -> None:
-    assert codes(f"register_ci_gate({arguments})") == [code]
+def test_a_bound_needs_both_sides_and_sound_bounds(arguments: str, code: str) -> None:
+    assert codes(f"register_metric_bound({arguments})") == [code]
 
 
-def test_the_digest_of_a_gate_changes_with_its_bounds_and_not_with_its_line() -> None:
-    gate = 'register_ci_gate("kl", rel_up=0.1, abs_down=1e-8, steps=[1, 5])'
-    first, moved = read(gate).gates[0], read("\n\n" + gate).gates[0]
-    other = read(gate.replace("0.1", "0.2")).gates[0]
+def test_the_digest_of_a_bound_changes_with_its_bounds_and_not_with_its_line() -> None:
+    bound = 'register_metric_bound("kl", rel_up=0.1, abs_down=1e-8, steps=[1, 5])'
+    first, moved = read(bound).metric_bounds[0], read("\n\n" + bound).metric_bounds[0]
+    other = read(bound.replace("0.1", "0.2")).metric_bounds[0]
     assert first.digest == moved.digest != other.digest
     assert (first.rel_up, first.abs_up, first.abs_down, first.steps) == (0.1, 0.0, 1e-8, (1, 5))
 
@@ -291,8 +293,8 @@ def test_the_declaration_module_imports_fast_and_needs_only_the_standard_library
 def test_the_registration_functions_do_nothing() -> None:
     import miles_ci.declare
 
-    for name in ("register_cpu_ci", "register_cuda_ci", "register_rocm_ci", "register_ci_gate"):
-        required = ("kl",) if name == "register_ci_gate" else (3, "any")
+    for name in ("register_cpu_ci", "register_cuda_ci", "register_rocm_ci", "register_metric_bound"):
+        required = ("kl",) if name == "register_metric_bound" else (3, "any")
         assert getattr(miles_ci.declare, name)(*required) is None
 
 

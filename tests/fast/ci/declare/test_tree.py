@@ -123,12 +123,12 @@ def test_one_broken_file_changes_nothing_for_the_others(tmp_path: Path) -> None:
 
 
 def test_the_cache_gives_the_same_scan_and_follows_changes(tmp_path: Path) -> None:
-    gate = 'from miles_ci.declare import register_ci_gate\nregister_ci_gate("kl", rel_up=1, rel_down=1, steps=[1, 2])\n'
+    bound = 'from miles_ci.declare import register_metric_bound\nregister_metric_bound("kl", rel_up=1, rel_down=1, steps=[1, 2])\n'
     unstable = '{"reason": "a reason of length", "issue": "#1", "until": "2026-12-24"}'
     write_tree(
         tmp_path,
         {
-            "tests/e2e/test_a.py": cuda(unstable=unstable, num_gpus="1") + gate,
+            "tests/e2e/test_a.py": cuda(unstable=unstable, num_gpus="1") + bound,
             "tests/e2e/test_b.py": cuda(num_gpus="X"),
             "tests/fast/cases.py": PLAIN,
             "tests/fast/test_c.py": PLAIN,

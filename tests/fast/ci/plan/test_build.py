@@ -23,7 +23,7 @@ from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, TODAY, cpu, cuda, wor
 
 SOURCE = (REPOSITORY / "registry.yaml").read_text(encoding="utf-8")
 FLEET = load_fleet(REPOSITORY / "registry.yaml")
-GATE = 'from miles_ci.declare import register_ci_gate\nregister_ci_gate("loss", rel_up=0.1, rel_down=0.1)\n'
+BOUND = 'from miles_ci.declare import register_metric_bound\nregister_metric_bound("loss", rel_up=0.1, rel_down=0.1)\n'
 
 
 def plan_of(root: Path, cadence: str = "weekly", durations: Durations | None = None, **options: object) -> Plan:
@@ -45,7 +45,7 @@ def of_declarations(
 def test_a_unit_carries_everything_the_runner_needs(tmp_path: Path) -> None:
     unstable = '{"reason": "diverges now and then", "issue": "#3", "until": "2026-12-24"}'
     source = cuda("stage-c-8-gpu-h200", num_gpus="4", min_memory_gib="100", capabilities='["rdma"]', unstable=unstable, timeout="1200",
-                  serial="True", allow_all_skipped='{"reason": "needs a licence server"}', est_time="90.5") + GATE  # fmt: skip
+                  serial="True", allow_all_skipped='{"reason": "needs a licence server"}', est_time="90.5") + BOUND  # fmt: skip
     write_tree(tmp_path, {"tests/e2e/test_a.py": source})
     shard = plan_of(tmp_path).shard("stage-c-8-gpu-h200", 1)
     unit = shard.units[0]
@@ -60,7 +60,7 @@ def test_a_unit_carries_everything_the_runner_needs(tmp_path: Path) -> None:
     )
     assert (unit.serial, unit.unstable, unit.min_memory_gib) == (True, "diverges now and then", 100.0)
     assert (unit.capabilities, unit.allow_all_skipped) == (("rdma",), "needs a licence server")
-    assert unit.gates[0]["metric"] == "loss"
+    assert unit.metric_bounds[0].metric == "loss"
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_a_large_file_is_split_into_parts_that_cover_it(tmp_path: Path) -> None:
     assert len({shard.index for shard in plan.shards for unit in shard.units if "big" in unit.path}) == 3
 
 
-def test_a_file_stays_whole_when_it_does_not_ask_is_gated_or_is_unknown(tmp_path: Path) -> None:
-    for extra, split, known in (("", "False", True), (GATE, "True", True), ("", "True", False)):
+def test_a_file_stays_whole_when_it_does_not_ask_is_bounded_or_is_unknown(tmp_path: Path) -> None:
+    for extra, split, known in (("", "False", True), (BOUND, "True", True), ("", "True", False)):
         durations = split_tree(tmp_path, extra, split)
         plan = plan_of(tmp_path, durations=durations if known else Durations(), shards={"stage-b-cpu": 3})
         assert [unit.id for shard in plan.shards_of("stage-b-cpu") for unit in shard.units if "big" in unit.path] == [
@@ -187,7 +187,7 @@ def test_the_plan_survives_a_round_trip_and_refuses_changes_and_other_plans(tmp_
     write_tree(
         tmp_path,
         {
-            "tests/e2e/test_a.py": cuda() + GATE,
+            "tests/e2e/test_a.py": cuda() + BOUND,
             "tests/fast/test_b.py": PLAIN,
             "tests/e2e/test_bad.py": "register_cpu_ci(",
         },
@@ -216,7 +216,9 @@ def test_the_digest_does_not_depend_on_the_order_in_which_files_were_found(tmp_p
     write_tree(tmp_path, {f"tests/e2e/test_{index}.py": cuda(est_time=str(index + 1)) for index in range(8)})
     space = workspace(tmp_path)
     scan = space.scan
-    turned = Scan(scan.root, tuple(reversed(scan.declarations)), scan.gates, scan.errors, tuple(reversed(scan.files)))
+    turned = Scan(
+        scan.root, tuple(reversed(scan.declarations)), scan.metric_bounds, scan.errors, tuple(reversed(scan.files))
+    )
     digests = set()
     for found in (scan, turned):
         catalog = build_catalog(found, space.fleet, today=TODAY)

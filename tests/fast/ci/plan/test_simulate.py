@@ -69,7 +69,7 @@ def test_utilisation_is_offered_load_over_runners_when_nothing_saturates() -> No
     assert report.gpu_hours_per_week["regular"] == pytest.approx(168 * (2100 / HOUR) * 8, rel=0.25)
 
 
-def test_a_gated_shard_waits_for_the_cpu_stage_unless_fast_fail_is_bypassed() -> None:
+def test_a_bounded_shard_waits_for_the_cpu_stage_unless_fast_fail_is_bypassed() -> None:
     assert demands(plan("regular", 60), FLEET)[0].delay_s == 300.0
     assert demands(plan("nightly", 60), FLEET)[0].delay_s == 0.0
     assert demands(plan("regular", 60), FLEET)[0].service_s == 360.0

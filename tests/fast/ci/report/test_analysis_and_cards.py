@@ -47,7 +47,7 @@ def test_every_failing_test_is_named_once_and_grouped_by_signature() -> None:
                 case("tests/e.py", "flaky"),
             ),
         ],
-        dark=["s: tests/z.py (shard 1/9)"],
+        never_executed=["s: tests/z.py (shard 1/9)"],
         skipped={"stage-c": "pool is disabled"},
     )
     assert [(group.signature, len(group.tests)) for group in report.groups] == [("sig1", 2), ("timeout:limit", 1)]
@@ -92,9 +92,9 @@ def test_shard_whose_runner_died_is_never_a_green_report() -> None:
 
 
 @pytest.mark.parametrize(("verdict", "blocks"), [("fail", True), ("error", True), ("pass", False), ("inactive", False)])
-def test_failed_metric_gate_of_a_test_that_passed_is_named(verdict: str, blocks: bool) -> None:
-    gate = {"metric": "loss", "verdict": verdict, "message": "loss 3 is above 2", "value": 3.0}
-    entry = {"path": "tests/a.py", "outcome": "passed", "attempts": [], "gates": [gate]}
+def test_failed_metric_bound_of_a_test_that_passed_is_named(verdict: str, blocks: bool) -> None:
+    metric = {"metric": "loss", "verdict": verdict, "message": "loss 3 is above 2", "value": 3.0}
+    entry = {"path": "tests/a.py", "outcome": "passed", "attempts": [], "metrics": [metric]}
     run = {"suite": "s", "hardware": "h200", "shard": "1/1"}
     report = analyse([read_shard(json.dumps({"schema": 1, "run": run, "tests": [entry]}).encode())])
     assert report.ok is not blocks

@@ -14,9 +14,9 @@ from miles_ci.cli import main
 from miles_ci.errors import UsageError
 from miles_ci.plan.model import Plan, Shard, SuitePlan, Unit
 from miles_ci.report import junit, merge, untrusted
-from miles_ci.report.results import by_signature, load_all, summary
+from miles_ci.report.results import load_all, summary
 from miles_ci.run import results
-from miles_ci.run.results import Attempt, FailureRecord, GateRecord, Provisional, RunInfo, ShardResults, TestResult
+from miles_ci.run.results import Attempt, FailureRecord, MetricVerdict, Provisional, RunInfo, ShardResults, TestResult
 
 SUITE = "stage-a-cpu"
 
@@ -70,22 +70,28 @@ def complete() -> list[ShardResults]:
 
 def test_everything_planned_and_passed_is_exit_code_0():
     merged = merge.merge(PLAN, complete())
-    assert (merged.exit_code(), merged.planned, merged.observed, merged.dark, merged.faults) == (0, 3, 3, (), ())
+    assert (merged.exit_code(), merged.planned, merged.observed, merged.never_executed, merged.faults) == (
+        0,
+        3,
+        3,
+        (),
+        (),
+    )
 
 
-def test_planned_test_without_a_result_is_dark_and_named_with_its_shard():
+def test_planned_test_without_a_result_is_never_executed_and_named_with_its_shard():
     shards = complete()
     del shards[0].tests[1]
     merged = merge.merge(PLAN, shards)
-    assert merged.dark == ("stage-a-cpu: tests/fast/test_b.py (shard 1/2)",)
+    assert merged.never_executed == ("stage-a-cpu: tests/fast/test_b.py (shard 1/2)",)
     assert merged.exit_code() == 5
 
 
-def test_file_of_which_only_some_nodes_ran_is_dark_and_the_nodes_are_named():
+def test_file_of_which_only_some_nodes_ran_is_never_executed_and_the_nodes_are_named():
     shards = complete()
     shards[0].tests[1] = passed("b", only=("tests/fast/test_b.py::test_a",))
     merged = merge.merge(PLAN, shards)
-    assert (merged.observed, merged.dark) == (2, ("stage-a-cpu: tests/fast/test_b.py (shard 1/2)",))
+    assert (merged.observed, merged.never_executed) == (2, ("stage-a-cpu: tests/fast/test_b.py (shard 1/2)",))
     fault = "stage-a-cpu shard 1/2: of tests/fast/test_b.py only tests/fast/test_b.py::test_a was to run (--file)"
     assert merged.faults == (fault,)
     assert merged.exit_code() == 5
@@ -93,7 +99,7 @@ def test_file_of_which_only_some_nodes_ran_is_dark_and_the_nodes_are_named():
 
 def test_shard_that_delivered_nothing_makes_all_its_tests_dark():
     merged = merge.merge(PLAN, complete()[:1])
-    assert len(merged.dark) == 1
+    assert len(merged.never_executed) == 1
     assert merged.exit_code() == 5
 
 
@@ -102,7 +108,7 @@ def test_empty_observed_set_is_an_error_of_its_own():
     silent = [shard_of(PLAN, 1, [passed("a", outcome="not_run"), passed("b", outcome="not_run")]),
               shard_of(PLAN, 2, [passed("c", outcome="not_run")])]  # fmt: skip
     merged = merge.merge(PLAN, silent)
-    assert merged.dark == ()
+    assert merged.never_executed == ()
     assert any("no planned test ran" in fault for fault in merged.faults)
 
 
@@ -126,12 +132,12 @@ def test_results_that_do_not_fit_the_plan_are_faults(change, message):
 
 
 def test_skipped_suite_needs_no_results_and_an_unknown_one_is_a_fault():
-    assert merge.merge(PLAN, [], skipped={SUITE: "its gate failed"}).exit_code() == 0
+    assert merge.merge(PLAN, [], skipped={SUITE: "what it needs failed"}).exit_code() == 0
     merged = merge.merge(PLAN, complete(), skipped={"stage-z": "why not"})
     assert "the plan has no such suite" in merged.faults[0]
 
 
-def test_dark_test_outranks_a_failed_one_and_infra_ranks_last():
+def test_never_executed_test_outranks_a_failed_one_and_infra_ranks_last():
     shards = complete()
     shards[0].tests[0] = passed("a", outcome="failed")
     assert merge.merge(PLAN, shards).exit_code() == 1
@@ -140,13 +146,13 @@ def test_dark_test_outranks_a_failed_one_and_infra_ranks_last():
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), unique=True), st.sets(st.sampled_from("abcdefgh")))
-def test_dark_is_exactly_planned_minus_observed(planned, missing):
+def test_never_executed_is_exactly_planned_minus_observed(planned, missing):
     plan = plan_of(planned or ["x"])
     there = [name for name in planned if name not in missing]
     merged = merge.merge(plan, [shard_of(plan, 1, [passed(name) for name in there])])
-    dark = {line.split("test_")[1].split(".py")[0] for line in merged.dark}
-    assert dark == set(planned or ["x"]) - set(there)
-    assert merged.planned == len(there) + len(merged.dark)
+    missing = {line.split("test_")[1].split(".py")[0] for line in merged.never_executed}
+    assert missing == set(planned or ["x"]) - set(there)
+    assert merged.planned == len(there) + len(merged.never_executed)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +167,13 @@ def test_every_outcome_has_its_exit_code(outcome, code):
 @pytest.mark.parametrize(
     ("outcomes", "code"),
     [(["infra", "failed"], 1), (["infra", "passed"], 3), (["failed", "declaration_error"], 2),
-     (["cancelled", "declaration_error"], 130), (["infra", "gate"], 6), (["failed", "gate"], 1)],
+     (["cancelled", "declaration_error"], 130), (["infra", "bound"], 6), (["failed", "bound"], 1)],
 )  # fmt: skip
 def test_the_strongest_exit_code_wins(outcomes, code):
     tests = []
     for number, outcome in enumerate(outcomes):
-        gates = (GateRecord("loss", "fail", "too high"),) if outcome == "gate" else ()
-        tests.append(passed(str(number), outcome="passed" if outcome == "gate" else outcome, gates=gates))
+        metrics = (MetricVerdict("loss", "fail", "too high"),) if outcome == "bound" else ()
+        tests.append(passed(str(number), outcome="passed" if outcome == "bound" else outcome, metrics=metrics))
     assert shard_of(PLAN, 1, tests).exit_code() == code
 
 
@@ -177,7 +183,7 @@ def test_results_survive_writing_and_reading(tmp_path):
         1, "failed", 1.5, "bad", 1, None, "test", "test", "none", {"failed": 1}, (failure,), ("pid 1: x",), ("0:1",)
     )
     test = passed(
-        "a", outcome="failed", attempts=(attempt,), gates=(GateRecord("m", "fail", "x", 1.0),), node_ms={"n": 3},
+        "a", outcome="failed", attempts=(attempt,), metrics=(MetricVerdict("m", "fail", "x", 1.0),), node_ms={"n": 3},
         only=("n",),
     )  # fmt: skip
     shard = shard_of(PLAN, 1, [test])
@@ -224,16 +230,6 @@ def test_cleaned_text_is_always_readable_as_xml(text):
     assert set(read) <= set(text) | {"\n"}  # XML reads a carriage return as a line end
 
 
-def test_same_failures_are_grouped_and_the_largest_group_comes_first():
-    def failing(name: str, signature: str) -> TestResult:
-        record = FailureRecord(f"tests/fast/test_{name}.py::test_a", "E", "m", signature)
-        return passed(name, outcome="failed", attempts=(Attempt(1, "failed", 1.0, failures=(record,)),))
-
-    shard = shard_of(PLAN, 1, [failing("a", "1" * 16), failing("b", "2" * 16), failing("c", "2" * 16)])
-    groups = by_signature([shard])
-    assert [(group.signature[0], len(group.nodes)) for group in groups] == [("2", 2), ("1", 1)]
-
-
 def test_summary_tells_what_blocks_what_leaked_and_the_code():
     leaking = passed("a", attempts=(Attempt(1, "passed", 1.0, leaked=("pid 7: sleep",)),))
     text = summary([shard_of(PLAN, 1, [leaking, passed("b", outcome="infra", message="gpu-occupied: pid 9")])])
@@ -252,7 +248,7 @@ def test_slowest_files_are_listed_as_many_as_are_asked_for():
     assert "slowest: tests/fast/test_f.py 5.0 s" in summary([shard_of(PLAN, 1, tests)])
 
 
-def test_merge_command_writes_the_merged_file_and_exits_5_on_a_dark_test(tmp_path, capsys):
+def test_merge_command_writes_the_merged_file_and_exits_5_on_a_never_executed_test(tmp_path, capsys):
     PLAN.save(tmp_path / "plan.json")
     shards = complete()
     del shards[1].tests[0]
@@ -261,11 +257,11 @@ def test_merge_command_writes_the_merged_file_and_exits_5_on_a_dark_test(tmp_pat
     out = tmp_path / "merged.json"
     code = main(["results", "merge", "--plan", str(tmp_path / "plan.json"), "--out", str(out), str(tmp_path / "r")])
     assert code == 5
-    assert "DARK         stage-a-cpu: tests/fast/test_c.py" in capsys.readouterr().out
-    assert json.loads(out.read_text())["dark"]
+    assert "NEVER RUN    stage-a-cpu: tests/fast/test_c.py" in capsys.readouterr().out
+    assert json.loads(out.read_text())["never_executed"]
 
 
-def test_merge_command_without_any_result_is_dark_not_a_usage_error(tmp_path):
+def test_merge_command_without_any_result_is_never_executed_not_a_usage_error(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     (tmp_path / "r").mkdir()
     assert main(["results", "merge", "--plan", str(tmp_path / "plan.json"), str(tmp_path / "r")]) == 5

@@ -112,7 +112,7 @@ class Repository:
     def gpu_file(self, name: str, source: str, *, gpus: int = 1, est: float = 10, **fields: object) -> str:
         extra = "".join(f", {key}={value!r}" for key, value in fields.items())
         declared = (
-            "from miles_ci.declare import register_ci_gate, register_cuda_ci\n"
+            "from miles_ci.declare import register_metric_bound, register_cuda_ci\n"
             f"register_cuda_ci(est_time={est}, suite='gpu', hardware=['h200'], num_gpus={gpus}, labels=['kernels']{extra})\n"
         )
         return self.file(name, declared + textwrap.dedent(source), "tests/fast-gpu")

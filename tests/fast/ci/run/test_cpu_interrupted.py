@@ -10,7 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from miles_ci.run import process_tree, runner
+from miles_ci.run import runner
+from miles_ci.run.process import process_tree
 
 
 def test_cancel_writes_partial_results_within_five_seconds(repository):

@@ -98,6 +98,30 @@ FILES = {
         @pytest.mark.xfail(run=False, reason="kills the machine")
         def test_a(): assert 1 == 2
         """,
+    "test_surrogate.py": """
+        import warnings
+        def test_half_a_pair(): assert "\\ud83d" == "x"
+        def test_warns(): warnings.warn("\\udc00")
+        """,
+    "test_subtests.py": """
+        import pytest, unittest
+        def test_skips_then_passes(subtests):
+            with subtests.test("first"): pytest.skip("not here")
+            with subtests.test("second"): assert True
+        def test_expects_a_failure_inside(subtests):
+            with subtests.test("first"): pytest.xfail("known")
+            with subtests.test("second"): assert True
+        class TestCases(unittest.TestCase):
+            def test_skips_one(self):
+                for case in range(2):
+                    with self.subTest(case=case):
+                        if not case: self.skipTest("not here")
+        """,
+    "test_subtest_fails.py": """
+        def test_one_of_three(subtests):
+            for number in range(3):
+                with subtests.test("number", number=number): assert number != 1
+        """,
 }
 EXPECTED = {
     "test_ok.py": "passed",
@@ -116,6 +140,9 @@ EXPECTED = {
     "test_declares_wrongly.py": "declaration_error",
     "test_expected_failure.py": "passed",
     "test_never_executed.py": "all_skipped",
+    "test_surrogate.py": "failed",
+    "test_subtests.py": "passed",
+    "test_subtest_fails.py": "failed",
 }
 
 
@@ -154,12 +181,12 @@ def test_failure_is_recorded_with_type_message_frame_and_signature(everything):
 
 
 def test_nothing_is_repeated_where_too_much_failed(everything):
-    """Ten of sixteen files are bad: that is not chance, so the file with a retryable failure gets no second try."""
+    """Twelve of nineteen files are bad: that is not chance, so the file with a retryable failure gets no second try."""
     test = everything.tests()["test_resets.py"]
     assert [attempt["cause"] for attempt in test["attempts"]] == ["connection-reset"]
 
 
-def test_dark_tests_are_named(everything):
+def test_never_executed_tests_are_named(everything):
     tests = everything.tests()
     assert "Dead::test_never" in tests["test_dead_cases.py"]["message"]
     assert "pytest.main" in tests["test_swallows.py"]["message"]
@@ -191,8 +218,34 @@ def test_summary_names_what_is_wrong_and_the_exit_code(everything):
         "XFAILED      tests/fast/test_expected_failure.py: 1 test(s) failed as expected, none passed"
         in everything.output
     )
-    assert "3 passed" in everything.output
+    assert "4 passed" in everything.output
     assert "(1 of the passed only xfailed)" in everything.output
+
+
+def test_text_that_no_file_can_carry_is_spelled_out_in_every_record(everything):
+    (failure,) = everything.tests()["test_surrogate.py"]["attempts"][0]["failures"]
+    assert "\\ud83d" in failure["message"]
+    (path,) = everything.folder.glob("*/junit.xml")
+    assert "\\ud83d" in path.read_text(encoding="utf-8")
+
+
+def test_subtests_stand_beside_the_verdict_of_their_item(everything):
+    test = everything.tests()["test_subtests.py"]
+    assert set(test["nodes"].values()) == {"passed"}
+    counted = {node.rpartition("::")[2]: counts for node, counts in test["subtests"].items()}
+    assert counted == {
+        "test_skips_then_passes": {"skipped": 1, "passed": 1},
+        "test_expects_a_failure_inside": {"xfailed": 1, "passed": 1},
+        "test_skips_one": {"skipped": 1, **({"passed": 1} if "passed" in counted["test_skips_one"] else {})},
+    }
+
+
+def test_subtest_that_fails_fails_its_item_and_is_named(everything):
+    test = everything.tests()["test_subtest_fails.py"]
+    assert set(test["nodes"].values()) == {"failed"}
+    assert set(test["subtests"].popitem()[1].items()) == {("failed", 1), ("passed", 2)}
+    (failure,) = test["attempts"][0]["failures"]
+    assert failure["message"].startswith("subtest [number] (number='1'): ")
 
 
 def test_exit_code_0_beside_a_failing_test_is_a_failure_of_that_file_and_a_note(repository):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from miles_ci.run import process_tree
+from miles_ci.run.process import process_tree
 from tests.fast.ci.helpers.lean import EVERY_PLUGIN
 
 
@@ -50,12 +50,12 @@ def test_file_option_runs_that_file_or_node_only(repository):
     assert "not planned in suite 'stage-a-cpu'" in unknown.output
 
 
-def test_gate_judges_this_run_and_not_what_the_one_before_left_in_the_folder(repository):
+def test_bound_judges_this_run_and_not_what_the_one_before_left_in_the_folder(repository):
     source = """
         import json, os, pathlib
-        from miles_ci.declare import register_ci_gate, register_cpu_ci
+        from miles_ci.declare import register_metric_bound, register_cpu_ci
         register_cpu_ci(est_time=1, suite="stage-a-cpu")
-        register_ci_gate("loss", abs_up=0.1, abs_down=0.1)
+        register_metric_bound("loss", abs_up=0.1, abs_down=0.1)
         def test_a():
             record = {"schema": 1, "metric": "loss", "series": [[1, 1.0]]}
             with open(pathlib.Path(os.environ["MILES_CI_METRICS_DIR"]) / "m.jsonl", "a") as file:
@@ -65,11 +65,11 @@ def test_gate_judges_this_run_and_not_what_the_one_before_left_in_the_folder(rep
     history = {"MILES_CI_HISTORY_URL": f"sqlite:{repository.root}/history.db"}
     silent = source.replace('file.write(json.dumps(record) + "\\n")', "pass")
     for text, code, verdict in ((source, 0, "inactive"), (source, 0, "inactive"), (silent, 6, "error")):
-        repository.file("test_gated.py", text)
+        repository.file("test_bounded.py", text)
         outcome = repository.run("--suite", "stage-a-cpu", **history)
-        (gate,) = outcome.tests()["test_gated.py"]["gates"]
-        assert (outcome.code, gate["verdict"]) == (code, verdict), gate["message"]
-    assert gate["message"] == "loss: the test recorded no such metric"
+        (metric,) = outcome.tests()["test_bounded.py"]["metrics"]
+        assert (outcome.code, metric["verdict"]) == (code, verdict), metric["message"]
+    assert metric["message"] == "loss: the test recorded no such metric"
 
 
 def test_reader_that_goes_away_changes_nothing_about_the_result(repository):

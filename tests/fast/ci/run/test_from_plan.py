@@ -10,13 +10,9 @@ import pytest
 from miles_ci.errors import UsageError
 from miles_ci.plan.model import Plan, Shard, Unit
 from miles_ci.run.console import Console
-from miles_ci.run.from_plan import default_branch, only_files, parse_shard, run_info, run_unit
+from miles_ci.run.from_plan import default_branch, only_files, parse_shard, run_info
 
 PATH = "tests/fast/test_x.py"
-GATE = {
-    "metric": "loss", "steps": [1, 2], "magnitude": True, "rel_up": 0.1, "abs_up": 0.0, "rel_down": 0.1,
-    "abs_down": 0.0, "limit": None, "warmup": 5, "digest": "d", "line": 3,
-}  # fmt: skip
 
 
 def unit(**changes) -> Unit:
@@ -25,26 +21,14 @@ def unit(**changes) -> Unit:
     return Unit(**{**fields, **changes})
 
 
-def test_planned_unit_keeps_what_decides_how_it_runs():
-    made = run_unit(
-        unit(
-            unstable="races with the disk",
-            notify="ci: expired",
-            gates=(GATE,),
-            allow_all_skipped="reason",
-            nodes=(f"{PATH}::a",),
-            serial=True,
-        )
-    )
-    assert (made.est_s, made.timeout_s, made.num_gpus, made.serial) == (1.5, 300.0, 2, True)
-    assert made.gates[0].steps == (1, 2)
-    assert made.unstable == "races with the disk"
-    assert made.nodes == (f"{PATH}::a",)
-    assert run_unit(unit(kind="declaration-error", errors=("bad suite",))).declaration_error == "bad suite"
+def test_a_faulty_declaration_is_the_reason_why_a_unit_starts_no_process():
+    assert unit().declaration_error is None
+    assert unit(kind="declaration-error", errors=("bad suite", "bad label")).declaration_error == "bad suite; bad label"
+    assert unit(kind="declaration-error").declaration_error == "the declaration is faulty"
 
 
 def test_files_are_narrowed_to_a_node_and_unknown_ones_refused():
-    units = [run_unit(unit())]
+    units = [unit()]
     assert only_files(units, [PATH, f"./{PATH}"], "s") == tuple(units)
     (one,) = only_files(units, [f"{PATH}::test_a[1]"], "s")
     assert one.nodes == one.only == (f"{PATH}::test_a[1]",)
@@ -56,7 +40,7 @@ def test_files_are_narrowed_to_a_node_and_unknown_ones_refused():
 
 
 def test_several_nodes_of_a_file_are_one_unit_and_the_whole_file_holds_them():
-    units = [run_unit(unit())]
+    units = [unit()]
     nodes = [f"{PATH}::test_a", f"{PATH}::test_b", f"{PATH}::test_a"]
     (both,) = only_files(units, nodes, "s")
     assert both.only == (f"{PATH}::test_a", f"{PATH}::test_b")

@@ -1,4 +1,4 @@
-"""`miles-ci run` on a GPU suite with a stand-in driver: leases, health, occupied memory, gates. No real device."""
+"""`miles-ci run` on a GPU suite with a stand-in driver: leases, health, occupied memory, metric bounds. No real device."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_cancel_by_ctrl_c_writes_what_is_known(repository, stub_env):
 
 RECORDS = """
     import json, os, pathlib
-    register_ci_gate("loss", abs_up=0.1, abs_down=0.1)
+    register_metric_bound("loss", abs_up=0.1, abs_down=0.1)
     def test_trains():
         folder = pathlib.Path(os.environ["MILES_CI_METRICS_DIR"])
         record = {"schema": 1, "metric": "loss", "series": [[1, 3.0], [2, %s]]}
@@ -183,17 +183,17 @@ RECORDS = """
 """
 
 
-def test_gate_decides_the_exit_code_of_a_passed_test(repository, stub_env):
+def test_bound_decides_the_exit_code_of_a_passed_test(repository, stub_env):
     paths = [repository.gpu_file(f"test_{name}.py", RECORDS % value) for name, value in (("ok", 1.05), ("worse", 2.5))]
     address = f"sqlite:{repository.root}/history.db"
     store = stores.open_store(address)
-    for gate in scan(repository.root).gates:
-        identity = MetricIdentity(gate.path, "cuda", "gpu", "h200", 1, "loss", "last", gate.digest)
+    for bound in scan(repository.root).metric_bounds:
+        identity = MetricIdentity(bound.path, "cuda", "gpu", "h200", 1, "loss", "last", bound.digest)
         store.record_values([MetricValue(identity, 1.0, f"r{n}", n, TRUSTED) for n in range(5)])
     outcome = repository.run("--suite", "gpu", base=stub_env(devices=2), MILES_CI_HISTORY_URL=address)
     assert outcome.code == 6
     assert outcome.outcomes() == {"test_ok.py": "passed", "test_worse.py": "passed"}
-    verdicts = {Path(test["path"]).name: test["gates"][0]["verdict"] for test in outcome.results()["tests"]}
+    verdicts = {Path(test["path"]).name: test["metrics"][0]["verdict"] for test in outcome.results()["tests"]}
     assert verdicts == {"test_ok.py": "pass", "test_worse.py": "fail"}
     assert "outside [0.9, 1.1]" in outcome.output
     # A pull request only reads: nothing was added to what stood there.
@@ -202,7 +202,7 @@ def test_gate_decides_the_exit_code_of_a_passed_test(repository, stub_env):
 
 
 def test_nightly_of_the_default_branch_writes_candidates(repository, stub_env):
-    path = repository.gpu_file("test_gated.py", RECORDS % "1.05")
+    path = repository.gpu_file("test_bounded.py", RECORDS % "1.05")
     address = f"sqlite:{repository.root}/history.db"
     github = {"GITHUB_EVENT_NAME": "schedule", "GITHUB_REF": "refs/heads/main", "GITHUB_RUN_ID": "77"}
     words = ("--suite", "gpu", "--cadence", "nightly")

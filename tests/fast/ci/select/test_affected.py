@@ -97,7 +97,7 @@ def test_an_affected_test_knows_the_path_that_reaches_it() -> None:
         (Change("R", "docs/new.md", "miles/old.py"), "miles/old.py"),
         (Change("M", "registry.yaml"), "registry.yaml"),
         (Change("M", ".github/workflows/pr-test.yml"), ".github/workflows/pr-test.yml"),
-        (Change("M", "ci/miles_ci/run/slots.py"), "ci/miles_ci/run/slots.py"),
+        (Change("M", "ci/miles_ci/run/devices/slots.py"), "ci/miles_ci/run/devices/slots.py"),
         (Change("M", "conftest.py"), "conftest.py"),
         (Change("M", "tests/readme.md"), "tests/readme.md"),
     ],

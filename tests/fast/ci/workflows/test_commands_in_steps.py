@@ -46,7 +46,7 @@ def test_the_command_line_takes_every_command(workflows: Mapping[str, Workflow])
     assert {
         "run --suite",
         "bot plan",
-        "bot gate",
+        "bot required-check",
         "bot gateway",
         "bot card",
         "bot sweep",

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from miles_ci.workflows.concurrency import Concurrency
 from miles_ci.workflows.expr import Env, interpolate
 from miles_ci.workflows.expr.values import normalise
 from miles_ci.workflows.model import Workflow
@@ -85,9 +84,7 @@ def test_only_a_pull_request_cancels_its_own_older_run(
     assert interpolate(raw, Env({"github": {"event_name": name}})) is cancels
 
 
-def test_ten_comments_in_a_second_are_all_handled_in_order(workflows: Mapping[str, Workflow]) -> None:
-    queue = Concurrency()
+def test_comments_of_one_pull_request_wait_in_order_and_none_is_dropped(workflows: Mapping[str, Workflow]) -> None:
     rule = workflows["comment-gateway.yml"].raw["concurrency"]
-    dropped = [queue.submit("comment-5", f"c{n}", queue=rule["queue"]) for n in range(10)]
-    assert dropped == [[]] * 10
-    assert [queue.finish("comment-5") for _ in range(9)] == [f"c{n}" for n in range(1, 10)]
+    assert "issue.number" in rule["group"]
+    assert (rule["queue"], rule.get("cancel-in-progress", False)) == ("max", False)

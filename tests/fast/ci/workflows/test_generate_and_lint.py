@@ -153,7 +153,7 @@ MUTANTS: list[tuple[str, str, Change]] = [
     ("pr-test.yml", "call-form", job("stage-a-cpu", "uses", "./.github/workflows/_run-cpu-ci.yml")),
     ("pr-test.yml", "call-input", lambda raw: raw["jobs"]["stage-a-cpu"]["with"].__setitem__("nonsense", "1")),
     ("pr-test.yml", "call-input", lambda raw: raw["jobs"]["stage-a-cpu"]["with"].pop("suite")),
-    ("pr-test.yml", "gate-needs", lambda raw: raw["jobs"]["ci-gate"]["needs"].remove("stage-b-cpu")),
+    ("pr-test.yml", "required-check-needs", lambda raw: raw["jobs"]["required-check"]["needs"].remove("stage-b-cpu")),
     ("nightly.yml", "call", job("cuda", "permissions", {"contents": "read"})),
     ("_run-ci.yml", "privileged-container", lambda raw: raw["jobs"]["run"]["container"].__setitem__("options", "--privileged")),
     ("_run-ci.yml", "model-cache", lambda raw: raw["jobs"]["run"]["container"].__setitem__("volumes", ["/data/models:/models"])),

@@ -17,9 +17,9 @@ from miles_ci.bot.oci import Registry, RegistryError, parse_reference
 from miles_ci.cli import main
 from miles_ci.errors import UsageError
 from miles_ci.registry import Fleet
-from miles_ci.run.patch import AlreadyPresent, Applied, Refused, apply_all, apply_patch
 from miles_ci.workflows import images
 from miles_ci.workflows.edits import EditRefused, clean_checkout, load_edits, mentions, replay_edits
+from miles_ci.workflows.patches import AlreadyPresent, Applied, Refused, apply_all, apply_patch
 
 
 def git(repo: Path, *args: str) -> str:

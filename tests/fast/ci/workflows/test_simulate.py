@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from miles_ci.workflows.concurrency import Concurrency
 from miles_ci.workflows.model import Workflow, WorkflowError
 from miles_ci.workflows.simulate import Event, Outcome, expand_matrix, local_resolver, simulate
 
@@ -186,21 +185,3 @@ def test_a_needs_cycle_and_an_unknown_need_are_errors() -> None:
         wf("a: {runs-on: x, needs: b}\nb: {runs-on: x, needs: a}")
     with pytest.raises(WorkflowError, match="needs 'z'"):
         wf("a: {runs-on: x, needs: z}")
-
-
-def test_single_queue_keeps_one_waiting_run_and_max_keeps_a_hundred() -> None:
-    state = Concurrency()
-    assert [state.submit("G", f"r{n}") for n in range(3)] == [[], [], ["r1"]]
-    assert state.finish("g") == "r2"
-    full = Concurrency()
-    assert all(full.submit("m", f"r{n}", queue="max") == [] for n in range(101))
-    assert full.submit("M", "late", queue="max") == ["late"]
-    with pytest.raises(WorkflowError, match="cannot be combined"):
-        full.submit("m", "x", queue="max", cancel_in_progress=True)
-
-
-def test_cancel_in_progress_replaces_the_running_run() -> None:
-    state = Concurrency()
-    state.submit("g", "old")
-    assert state.submit("g", "new", cancel_in_progress=True) == ["old"]
-    assert state.groups["g"].running == "new"

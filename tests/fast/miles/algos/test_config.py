@@ -79,8 +79,6 @@ def test_defaults_resolve():
     config = AlgoConfig(eps_clip_high=0.28)
     assert (AlgoConfig().clip_high, config.clip_high) == (0.2, 0.28)
     assert RejectConfig(hi=4.0).low == CorrectionConfig(mode="clip", hi=4.0).low == 0.25
-    assert not AlgoConfig().needs_rollout_log_probs
-    assert AlgoConfig(correction=CorrectionConfig(bypass=True)).needs_rollout_log_probs
     assert AlgoConfig(advantage="gae").needs_values
     assert AlgoConfig(kl=KLConfig(where="loss", estimator="k2", coef=0.1)).needs_reference
     assert AlgoConfig(opd_coef=1.0).needs_teacher

@@ -6,16 +6,25 @@ import torch
 
 from miles.algos.kl import support_exact
 from miles.algos.log_probs import vocab_parallel_scores
-from miles.algos.sampling_mask import (
-    dense_mask,
-    support_log_probs,
-    support_log_probs_dense,
-    support_log_softmax,
-    support_mass,
-)
+from miles.algos.sampling_mask import support_log_probs, support_log_softmax
 from miles.data.sampling_mask import RolloutSamplingMask
 
 VOCAB = 24
+
+
+def dense_mask(ids: torch.Tensor, offsets: torch.Tensor, *, width: int, start: int = 0) -> torch.Tensor:
+    """bool [n, width]: which columns from `start` on belong to each row's support."""
+    rows = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+    local = (ids >= start) & (ids < start + width)
+    mask = torch.zeros((len(offsets) - 1, width), dtype=torch.bool)
+    mask[rows[local], ids[local] - start] = True
+    return mask
+
+
+def dense_log_probs(logits, targets, ids, offsets, *, vocab_size: int, temperature: float = 1.0) -> torch.Tensor:
+    """The same log-probs by masking the logits to -inf outside the support."""
+    masked = logits.masked_fill(~dense_mask(ids, offsets, width=logits.shape[1]), -torch.inf)
+    return vocab_parallel_scores(masked, targets, vocab_size=vocab_size, temperature=temperature)[0]
 
 
 def problem(n: int = 10, seed: int = 0):
@@ -35,8 +44,8 @@ def problem(n: int = 10, seed: int = 0):
 def test_support_sparse_equals_dense_values_and_grads():
     logits, targets, ids, offsets, g = problem()
     options = {"vocab_size": VOCAB, "temperature": 0.6}
-    sparse = support_log_probs(logits, targets, ids, offsets, **options).log_probs
-    dense = support_log_probs_dense(logits, targets, ids, offsets, **options)
+    sparse = support_log_probs(logits, targets, ids, offsets, **options)
+    dense = dense_log_probs(logits, targets, ids, offsets, **options)
     torch.testing.assert_close(sparse, dense, rtol=1e-6, atol=1e-6)
     grads = [torch.autograd.grad((out * g).sum(), logits)[0] for out in (sparse, dense)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
@@ -45,10 +54,10 @@ def test_support_sparse_equals_dense_values_and_grads():
     assert not grads[0][outside].any()
 
 
-def test_support_sparse_equals_dense_values_and_grads_over_two_shards(gloo_ranks):
+def test_two_shards_give_the_values_and_gradients_of_one(gloo_ranks):
     logits, targets, ids, offsets, g = problem()
     expected = support_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB)
-    (expected_grad,) = torch.autograd.grad((expected.log_probs * g).sum(), logits)
+    (expected_grad,) = torch.autograd.grad((expected * g).sum(), logits)
     softmax = support_log_softmax(logits, ids, offsets)
     (softmax_grad,) = torch.autograd.grad(softmax.square().sum(), logits)
 
@@ -58,39 +67,19 @@ def test_support_sparse_equals_dense_values_and_grads_over_two_shards(gloo_ranks
         shard = logits.detach()[:, rank * 12 : rank * 12 + 12].clone().requires_grad_(True)
         options = {"vocab_size": VOCAB, "group": dist.group.WORLD}
         sparse = support_log_probs(shard, targets, ids, offsets, **options)
-        dense = support_log_probs_dense(shard, targets, ids, offsets, **options)
         every = support_log_softmax(shard, ids, offsets, group=dist.group.WORLD)
-        grads = [torch.autograd.grad((out * g).sum(), shard)[0] for out in (sparse.log_probs, dense)]
+        grads = [torch.autograd.grad((out * g).sum(), shard)[0] for out in (sparse,)]
         grads.append(torch.autograd.grad(every.square().sum(), shard)[0])
-        return sparse.log_probs.detach(), sparse.lse, dense.detach(), every.detach(), grads
+        return sparse.detach(), every.detach(), grads
 
     parts = gloo_ranks(2, work)
-    for sparse, lse, dense, every, _ in parts:
-        torch.testing.assert_close(sparse, expected.log_probs.detach(), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(lse, expected.lse, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(dense, expected.log_probs.detach(), rtol=1e-6, atol=1e-6)
+    for sparse, every, _ in parts:
+        torch.testing.assert_close(sparse, expected.detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(every, softmax.detach(), rtol=1e-6, atol=1e-6)
-    for number, reference in enumerate((expected_grad, expected_grad, softmax_grad)):
-        joined = torch.cat([p[4][number] for p in parts], dim=1)
+    for number, reference in enumerate((expected_grad, softmax_grad)):
+        joined = torch.cat([p[2][number] for p in parts], dim=1)
         torch.testing.assert_close(joined, reference, rtol=1e-5, atol=1e-6)
         assert torch.isfinite(joined).all()
-
-
-def test_inplace_leaves_entropy_full():
-    """In-place masking is for a private buffer after the entropy was taken: that entropy is the full one."""
-    logits, targets, ids, offsets, _ = problem()
-    expected = vocab_parallel_scores(logits, targets, vocab_size=VOCAB, entropy="value")[1]
-    with torch.no_grad():
-        private = logits.detach().clone()
-        entropy = vocab_parallel_scores(private, targets, vocab_size=VOCAB, entropy="value")[1]
-        out = support_log_probs_dense(private, targets, ids, offsets, vocab_size=VOCAB, inplace=True)
-    assert torch.equal(entropy, expected)
-    torch.testing.assert_close(
-        out, support_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB).log_probs.detach()
-    )
-    assert torch.isneginf(private[~dense_mask(ids, offsets, width=VOCAB)]).all()
-    with pytest.raises(ValueError, match="use inplace=False"):
-        support_log_probs_dense(logits, targets, ids, offsets, vocab_size=VOCAB, inplace=True)
 
 
 def top_p_support(logits: torch.Tensor, top_p: float) -> list[list[int]]:
@@ -110,12 +99,12 @@ def test_ratio_has_no_log_mass_term():
     targets = torch.multinomial(sampler.exp(), 1, generator=generator)[:, 0]
     sampled = sampler.gather(1, targets[:, None])[:, 0].float()
     scores = support_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB)
-    ratio = (scores.log_probs - sampled).exp()
+    ratio = (scores - sampled).exp()
     assert float((ratio - 1).abs().max()) <= 1e-6
     full = vocab_parallel_scores(logits, targets, vocab_size=VOCAB)[0]
-    mass = support_mass(scores, torch.logsumexp(logits, -1))
+    mass = logits.softmax(-1).masked_fill(~dense_mask(ids, offsets, width=VOCAB), 0.0).sum(-1)
     assert float(((full - sampled).exp() - 1).abs().max()) > 0.1
-    torch.testing.assert_close((full - scores.log_probs).exp(), mass, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close((full - scores).exp(), mass, rtol=1e-5, atol=1e-6)
     assert float(mass.min()) >= 0.8 - 1e-5
 
 
@@ -173,24 +162,23 @@ def test_a_target_outside_its_support_and_a_padding_id_score_as_in_the_dense_for
     logits, targets, ids, offsets = outsiders()
     logits.requires_grad_(True)
     sparse = support_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB)
-    dense = support_log_probs_dense(logits, targets, ids, offsets, vocab_size=VOCAB)
-    assert sparse.log_probs[0] == dense[0] == -torch.inf
-    torch.testing.assert_close(sparse.log_probs, dense, rtol=1e-6, atol=1e-6)
-    assert torch.isfinite(sparse.lse).all()
-    grads = [torch.autograd.grad(out[1:].sum(), logits)[0] for out in (sparse.log_probs, dense)]
+    dense = dense_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB)
+    assert sparse[0] == dense[0] == -torch.inf
+    torch.testing.assert_close(sparse, dense, rtol=1e-6, atol=1e-6)
+    grads = [torch.autograd.grad(out[1:].sum(), logits)[0] for out in (sparse, dense)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
 
 
 def test_a_target_outside_its_support_has_no_shard(gloo_ranks):
     logits, targets, ids, offsets = outsiders()
-    expected = support_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB).log_probs
+    expected = support_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB)
     width = logits.shape[1] // 2
 
     def work(rank: int):
         import torch.distributed as dist
 
         shard = logits[:, rank * width : (rank + 1) * width].contiguous()
-        return support_log_probs(shard, targets, ids, offsets, vocab_size=VOCAB, group=dist.group.WORLD).log_probs
+        return support_log_probs(shard, targets, ids, offsets, vocab_size=VOCAB, group=dist.group.WORLD)
 
     for found in gloo_ranks(2, work):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -200,16 +188,14 @@ def test_no_rows_are_fine():
     logits = torch.zeros(0, VOCAB, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.int64)
     out = support_log_probs(logits, empty, empty, torch.zeros(1, dtype=torch.int64), vocab_size=VOCAB)
-    (grad,) = torch.autograd.grad(out.log_probs.sum(), logits)
+    (grad,) = torch.autograd.grad(out.sum(), logits)
     assert grad.shape == (0, VOCAB)
 
 
 def test_the_backward_is_deterministic():
     logits, targets, ids, offsets, g = problem(64)
     grads = {
-        torch.autograd.grad(
-            (support_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB).log_probs * g).sum(), logits
-        )[0]
+        torch.autograd.grad((support_log_probs(logits, targets, ids, offsets, vocab_size=VOCAB) * g).sum(), logits)[0]
         .numpy()
         .tobytes()
         for _ in range(5)

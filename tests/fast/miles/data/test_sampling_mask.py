@@ -65,14 +65,12 @@ def test_selection_outside_the_rows_raises():
     for wanted in (range(3, 6), [0, 5], [-1]):
         with pytest.raises(IndexError):
             mask().select(wanted)
-    with pytest.raises(IndexError, match="prefix of 6 rows of 5"):
-        mask().prefix(6)
 
 
-def test_prefix_then_concatenate_restores_the_mask():
+def test_selection_and_concatenation_restores_the_mask():
     built = mask()
     rest = built.select(range(2, 5))
-    assert RolloutSamplingMask.concatenate([built.prefix(2), rest]) == built
+    assert RolloutSamplingMask.concatenate([built.select(range(2)), rest]) == built
     forced = RolloutSamplingMask.singletons(np.array([6, 0]), vocab_size=8)
     merged = RolloutSamplingMask.concatenate([built, forced])
     assert [merged.row(i).tolist() for i in (5, 6)] == [[6], [0]]
@@ -86,7 +84,7 @@ def test_reference_log_probs_travel_with_their_ids():
     picked = scored.select([4, 0])
     np.testing.assert_array_equal(picked.ref_log_probs, np.concatenate([scores[7:9], scores[0:2]]))
     np.testing.assert_array_equal(scores[built.places(np.array([4, 0]))], picked.ref_log_probs)
-    assert RolloutSamplingMask.concatenate([scored.prefix(2), scored.select(range(2, 5))]) == scored
+    assert RolloutSamplingMask.concatenate([scored.select(range(2)), scored.select(range(2, 5))]) == scored
     assert RolloutSamplingMask.concatenate([scored, built]).ref_log_probs is None
     for wrong, message in (
         (scores[1:], "8 ref_log_probs for 9 ids"),

@@ -54,6 +54,11 @@ def test_one_step_that_learns_starts_the_count_again() -> None:
     assert counts[8:11] == [9.0, 0.0, 1.0]
 
 
+def test_after_a_step_that_learns_the_first_warning_comes_at_the_limit_again() -> None:
+    rows = [row(step, ALIVE if step == 25 else DEAD) for step in range(40)]
+    assert seen(rows)[0] == [9, 19, 35]
+
+
 def test_a_resumed_run_goes_on_counting_and_does_not_repeat_itself() -> None:
     whole = seen([row(step, DEAD) for step in range(25)])
     for cut in (4, 10, 15, 20):

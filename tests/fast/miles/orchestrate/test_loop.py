@@ -7,18 +7,31 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from miles.data.sample import Sample, Status, validate_sample
 from miles.orchestrate import loop as loop_module
+from miles.orchestrate.backends import open_rollout
 from miles.orchestrate.errors import RunError
+from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.loop import TrainingLoop, check_engines
 from miles.orchestrate.run_folder import locate
 from miles.orchestrate.schedule import schedule_config
 from miles.quant.errors import QuantError
 from miles.recipe.schema import Recipe
+from miles.rollout.async_rollout import AsyncRollout
+from miles.rollout.sync_rollout import SyncRollout
 
 Make = Callable[..., Recipe]
 URL = "http://127.0.0.1:1"
+METRICS = {
+    "rollout/reward_mean": 0.5,
+    "rollout/reward_std": 0.0,
+    "rollout/zero_std_frac": 1.0,
+    "rollout/truncated_frac": 0.0,
+    "rollout/reward_errors": 0.0,
+}
 
 
 class FakeActorGroup:
@@ -48,7 +61,7 @@ class FakeRollout:
 
     async def collect(self, step: int) -> Any:
         self.events.append(("collect", step))
-        return SimpleNamespace(samples=[SimpleNamespace(response_length=4)], metrics={"rollout/reward_mean": 0.5})
+        return SimpleNamespace(samples=[SimpleNamespace(response_length=4)], metrics=METRICS)
 
     async def prefetch(self, version: int) -> None:
         self.events.append(("prefetch", version))
@@ -74,17 +87,21 @@ def make_loop(recipe: Make, monkeypatch: pytest.MonkeyPatch):
         version: int = 0,
         actors: dict[str, Any] | None = None,
         gates: Sequence[dict[str, Any]] = (),
+        algo: dict[str, Any] | None = None,
+        rows: list[Any] | None = None,
         **run: Any,
     ) -> TrainingLoop:
-        made = recipe(run=run, quant={"gates": gates})
+        made = recipe(run=run, quant={"gates": gates}, algo=algo or {})
+        rows = [] if rows is None else rows
         return TrainingLoop(
             made,
             FakeActorGroup(events, **(actors or {})),
             FakeRollout(events),
             locate(made, []),
             schedule_config(made, pad_id=0, flops=None),
-            lambda row: events.append(("row", row["step"], row["weight_version"])),
+            lambda row: (events.append(("row", row["step"], row["weight_version"])), rows.append(row)),
             lambda: events.append(("durable",)),
+            GradientWatch(made.algo, made.run.no_gradient_warning_steps, lambda text: events.append(("warn", text))),
             version=version,
         )
 
@@ -175,3 +192,72 @@ def test_check_names_only_the_engines_that_failed() -> None:
     with pytest.raises(RunError) as raised:
         check_engines(7, {"a": "serving", "b": "gone"})
     assert str(raised.value).startswith("weight version 7 did not reach every engine: b: gone; what was saved is kept")
+
+
+def test_steps_that_teach_nothing_are_counted_in_their_rows_and_told(make_loop) -> None:
+    events: list[Any] = []
+    rows: list[Any] = []
+    asyncio.run(make_loop(events, rows=rows, steps=4, no_gradient_warning_steps=3, checkpoint_every=10).run(0))
+    assert [row["train/steps_without_gradient"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
+    assert [text[:60] for _, text in names(events, "warn")] == [
+        "3 steps in a row carried no gradient (step 2: every sample h"
+    ]
+
+
+def test_the_times_of_a_row_add_up_to_its_step(make_loop) -> None:
+    rows: list[Any] = []
+    asyncio.run(make_loop([], rows=rows, steps=1).run(0))
+    parts = [rows[0][f"time/{part}"] for part in ("rollout", "score", "prepare", "train", "sync")]
+    assert min(parts) >= 0
+    assert sum(parts) <= rows[0]["time/step"]
+
+
+class ScoringGroup:
+    """Two data-parallel indices behind four ranks, in an order of their own; a score is the sample's first token."""
+
+    dp_ranks = (1, 0, 1, 0)
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def on_workers(self, method: str, arguments: Any) -> list[Any]:
+        assert method == "score"
+        self.asked.append(arguments[0][1:])
+        found = []
+        for (batch, *_), dp_rank in zip(arguments, self.dp_ranks, strict=True):
+            assert batch.dp_rank == dp_rank
+            found.append([self.of(item, i) for item in batch.micro_batches for i in range(len(item.starts))])
+        return found
+
+    @staticmethod
+    def of(item: Any, index: int) -> np.ndarray:
+        first = item.input_ids.ravel()[item.starts[index]]
+        return np.full(item.total_lengths[index] - item.prompt_lengths[index], -float(first), np.float32)
+
+
+def test_every_sample_gets_its_own_scores_whoever_computed_them(recipe: Make) -> None:
+    made = recipe(
+        algo={"advantage": "gae", "kl": {"where": "reward", "coef": 0.1}}, train={"parallel": {"tp": 2, "dp": 2}}
+    )
+    nothing: Any = None
+    actors: Any = ScoringGroup()
+    schedule = schedule_config(made, pad_id=0, flops=None)
+    loop = TrainingLoop(made, actors, nothing, nothing, schedule, nothing, nothing, nothing)
+    samples = [
+        Sample(f"s{i}", i, i, np.full(4 + i % 3, i + 1, dtype=np.int64), 2, reward=0.0, status=Status.COMPLETED)
+        for i in range(7)
+    ]
+    for sample in samples:
+        validate_sample(sample)
+    asyncio.run(loop.score(samples))
+    assert actors.asked == [("policy", "log_probs"), ("reference", "log_probs"), ("critic", "values")]
+    for number, sample in enumerate(samples):
+        for field in ("old_log_probs", "ref_log_probs", "values"):
+            assert getattr(sample, field).tolist() == [-(number + 1.0)] * sample.response_length
+
+
+@pytest.mark.parametrize(("staleness", "kind"), [(0, SyncRollout), (2, AsyncRollout)])
+def test_the_recipe_says_whether_samples_may_lag(recipe: Make, staleness: int, kind: type) -> None:
+    nothing: Any = None
+    made = recipe(rollout={"max_staleness": staleness}, algo={"correction": {"bypass": True}} if staleness else {})
+    assert type(open_rollout(made, nothing, nothing, nothing, nothing)) is kind

@@ -114,7 +114,8 @@ def ramp_block() -> torch.Tensor:
 def test_the_specified_block_standard() -> None:
     x = ramp_block()
     blocks = reference.quantize_blocks(x, reference.tensor_amax(x), NVFP4QDQConfig())
-    assert float(blocks.s_enc) == 224.0
+    assert float(reference.tensor_scales(reference.tensor_amax(x), NVFP4QDQConfig())[0]) == 224.0
+    assert float(blocks.s_dec) == float(torch.tensor(1.0) / 224.0)
     assert float(e4m3_decode(blocks.scale8)[0, 0]) == 72.0
     assert (blocks.codes[0, 0] & 7).tolist() == [7, 7, 6, 6, 5, 4, 3, 2, 0, 2, 3, 4, 5, 6, 6, 7]
     y = nvfp4.qdq(x.to(torch.bfloat16), NVFP4QDQConfig())[0].float()

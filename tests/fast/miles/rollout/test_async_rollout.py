@@ -235,3 +235,31 @@ def test_forgetting_to_tell_of_a_new_version_is_an_error_not_a_hang():
             await rollout.close()
 
     asyncio.run(main())
+
+
+def test_a_skipped_step_gives_its_numbers_back():
+    async def main():
+        rollout = AsyncRollout(config(), FakeEngine(), FakePrompts(), Letters(), run_seed=0)
+        await rollout.start(0)
+        first = await rollout.collect(0)
+        await rollout.on_skipped_step()
+        second = await asyncio.wait_for(rollout.collect(1), 20)
+        await rollout.close()
+        return [{s.group_id for s in batch.samples} for batch in (first, second)]
+
+    assert asyncio.run(main()) == [{0, 1, 2}, {3, 4, 5}]
+
+
+def test_a_closed_rollout_asks_for_nothing_more():
+    async def main():
+        engine = FakeEngine()
+        rollout = AsyncRollout(config(), engine, FakePrompts(), Letters(), run_seed=0)
+        await rollout.start(0)
+        await rollout.collect(0)
+        await rollout.close()
+        asked = len(engine.requests)
+        await rollout.on_new_version(1)
+        await asyncio.sleep(0.01)
+        return len(engine.requests) - asked
+
+    assert asyncio.run(main()) == 0

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 
 from miles.config import ConfigError
@@ -43,11 +44,11 @@ def gone(pid, timeout_s=5.0):
 
 def test_kill_ends_the_process_and_may_be_called_twice(tiny_model):
     with launch(SMALL, tiny_model, weight_version=12) as handle:
-        assert handle.alive()
+        assert psutil.pid_exists(handle.pid)
         assert httpx.get(handle.url + "/model_info", headers=headers(handle.token)).json()["weight_version"] == "12"
         handle.kill()
         assert gone(handle.pid)
-        assert not handle.alive()
+        assert not psutil.pid_exists(handle.pid)
         handle.kill()
 
 

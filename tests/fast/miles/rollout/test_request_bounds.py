@@ -132,7 +132,7 @@ NAMES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.dictionaries(NAMES, JSON, max_size=5), JSON)
 def test_any_json_is_a_request_or_a_bad_request(body, params):
     for sent in (body, {"input_ids": [3], "sampling_params": params}, params):

@@ -38,17 +38,30 @@ def serve():
         process.communicate()
 
 
-def ask(url: str) -> dict:
-    with urllib.request.urlopen(url, timeout=10) as reply:
+@pytest.fixture
+def token_file(tmp_path):
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    path.write_text("t" * 40)
+    return path
+
+
+def ask(url: str, token: str = "t" * 40) -> dict:
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=10) as reply:
         return json.loads(reply.read())
 
 
-def test_a_router_answers_for_the_engine_behind_it_and_both_end_on_an_interrupt(serve, tiny_model):
-    options = ["--set", "max_running=8", "--set", "max_total_tokens=1024"]
+def test_a_router_answers_for_the_engine_behind_it_and_both_end_on_an_interrupt(serve, token_file, tiny_model):
+    token = ["--token-file", str(token_file)]
+    options = ["--set", "max_running=8", "--set", "max_total_tokens=1024", *token]
     engine, said = serve("engine", str(tiny_model), "--weight-version", "7", *options)
-    router, front = serve("router", said["url"])
+    router, front = serve("router", said["url"], *token)
     assert ask(front["url"] + "/model_info")["weight_version"] == "7"
     assert said["pid"] != engine.pid
+    for url in (said["url"], front["url"]):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(url + "/model_info", token="u" * 40)
     for process in (router, engine):
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130, process.stderr.read()
@@ -61,6 +74,8 @@ def test_a_router_answers_for_the_engine_behind_it_and_both_end_on_an_interrupt(
     [
         (("engine", "m", "--set", "potr=1"), "--set potr=1: .*potr"),
         (("engine", "m", "--set", "port=x"), "--set port=x: .*port"),
+        (("engine", "m"), "--token-file: the embedded engine answers only who has its token"),
+        (("engine", "m", "--set", "engine=sglang", "--token-file", "f"), "--token-file: .* asks for no token"),
         (("router", "http://127.0.0.1:1", "--set", "policy=fair"), "--set policy=fair: .*least_inflight"),
     ],
 )

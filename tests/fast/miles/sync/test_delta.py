@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors import safe_open
 from sync_engines import same, zeros_like
 
 from miles.sync.config import DeltaConfig, SyncConfig
@@ -93,7 +94,9 @@ def test_delta_takes_the_smaller_form_per_tensor_and_is_bitwise(tmp_path):
     new["all"] += 1
     new["signed"] = -new["signed"]
     written = write_delta(tmp_path, old, new, run_id="r", base=1, version=2)
-    assert (written.changed, written.elements) == (2 + 1000 + 8, 2018)
+    with safe_open(written.path, framework="pt") as file:
+        sizes = {key: file.get_tensor(key).numel() for key in file.keys()}  # noqa: SIM118 - no mapping
+    assert sizes == {"few/idx": 2, "few/val": 2, "all/full": 1000, "same/idx": 0, "same/val": 0, "signed/full": 8}
     assert written.nbytes < 1000 * 4 + 2000
     delta = WeightDelta(written.path, run_id="r", base=1, version=2)
     for name, tensor in new.items():
@@ -103,6 +106,38 @@ def test_delta_takes_the_smaller_form_per_tensor_and_is_bitwise(tmp_path):
         delta.apply("few", new["few"])
     with pytest.raises(WeightWireError, match="expected"):
         WeightDelta(written.path, run_id="r", base=2, version=2)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"run_id": "other"}, {"base": 0}, {"version": 3}, {"run_id": ""}, {"base": 2, "version": 1}]
+)
+def test_a_delta_of_another_run_base_or_version_is_refused(tmp_path, changed):
+    written = write_delta(tmp_path, {"w": torch.zeros(4)}, {"w": torch.ones(4)}, run_id="r", base=1, version=2)
+    expected = {"run_id": "r", "base": 1, "version": 2}
+    WeightDelta(written.path, **expected)
+    with pytest.raises(WeightWireError, match=r"holds .*'r', '1', '2'"):
+        WeightDelta(written.path, **{**expected, **changed})
+
+
+def test_a_delta_of_another_schema_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("miles.weight_wire.delta.SCHEMA", 2)
+        written = write_delta(tmp_path, {"w": torch.zeros(4)}, {"w": torch.ones(4)}, run_id="r", base=1, version=2)
+    with pytest.raises(WeightWireError, match=r"holds .*'2', 'r'"):
+        WeightDelta(written.path, run_id="r", base=1, version=2)
+
+
+def test_a_result_of_another_digest_or_shape_is_refused(tmp_path):
+    old, new = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
+    written = write_delta(tmp_path, old, new, run_id="r", base=1, version=2)
+    delta = WeightDelta(written.path, run_id="r", base=1, version=2)
+    shape, before, after = delta._table["w"]
+    delta._table["w"] = [shape, before, hex(int(after, 16) + 1)]
+    with pytest.raises(WeightWireError, match="damaged"):
+        delta.apply("w", old["w"])
+    delta._table["w"] = [shape, before, after]
+    with pytest.raises(WeightWireError, match="damaged"):
+        delta.apply("w", old["w"].reshape(2, 2))
 
 
 def test_delta_refuses_tensor_parallel_engines_by_name(start_engine, pusher_for):

@@ -1,5 +1,7 @@
 """Quantised destinations: which arrays are sent, where they may be cut, and that engines get the codec's bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sync_engines import status
@@ -10,6 +12,7 @@ from miles.quant.packed import pair_amax
 from miles.sync.config import SyncConfig
 from miles.sync.entry import SourceSpec
 from miles.sync.errors import PlanError, SyncOptionError
+from miles.sync.formats import targets_of
 from miles.sync.plan import build_plan
 from miles.weight_wire.table import EngineTable, ParamEntry
 
@@ -196,3 +199,98 @@ def test_folders_refuse_quantised_engines_by_name(start_engine, pusher_for, tran
         SyncOptionError, match=rf"sync\.transport={transport} carries unquantised .* use sync\.transport=tensor"
     ):
         pusher_for(engine, config=SyncConfig(transport=transport)).push([("w", torch.zeros(128, 128))], 1)
+
+
+def quantised_table(scale, *, dtype, shapes, tp=1, shard_dim=0, experts=0):
+    """A gate/up destination with its scale arrays, as an engine reports them; `shapes`: of values and scale arrays."""
+    fused = tuple(f"{part}{expert}" for expert in range(max(experts, 1)) for part in ("gate", "up"))
+    entries = [
+        ParamEntry("gate_up", shapes[0], dtype, scale=scale, scale_name="gate_up_scale", fused_from=fused,
+                   num_shards=2, num_local_experts=experts, shard_dim=shard_dim)
+    ]  # fmt: skip
+    for name, shape in zip(("gate_up_scale", "gate_up_scale_2"), shapes[1:], strict=False):
+        entries.append(ParamEntry(name, shape, "float32", num_shards=2, num_local_experts=experts))
+    return EngineTable(entries=tuple(entries), tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "experts", "shard_dims"),
+    [
+        ("block128_fp32", FP8, 0, {"values": 0, "scale": 0}),
+        ("tensor", FP8, 0, {"values": 0, "scale": None}),
+        ("nvfp4", "uint8", 0, {"values": 0, "scale": 0, "scale_2": None}),
+        ("nvfp4", "uint8", 3, {"values": 0, "scale": 0, "scale_2": None}),
+    ],
+)
+def test_scale_arrays_are_fused_and_cut_like_their_weight(scale, dtype, experts, shard_dims):
+    """A scale that belongs to a whole matrix is never cut."""
+    lead = (experts,) if experts else ()
+    table = quantised_table(scale, dtype=dtype, shapes=[(*lead, 256, 128), (*lead, 4, 1), (*lead, 2)], experts=experts)
+    destination = table.entries[0]
+    targets = targets_of(destination, table)
+    assert {part: target.shard_dim for part, target in targets.items()} == shard_dims
+    assert [target.name for target in targets.values()] == ["gate_up", "gate_up_scale", "gate_up_scale_2"][
+        : len(targets)
+    ]
+    for target in targets.values():
+        assert target.fused_from == destination.fused_from
+        assert (target.num_shards, target.num_local_experts) == (2, experts)
+
+
+def test_a_scale_reported_as_so_many_shards_is_stacked_like_its_experts():
+    """Six pieces are six pieces; which expert and shard each is of, the weight's own entry says."""
+    table = quantised_table("block128_fp32", dtype=FP8, shapes=[(3, 256, 128), (3, 4, 1)], experts=3)
+    destination, scale = table.entries
+    table = EngineTable(entries=(destination, replace(scale, num_shards=6, num_local_experts=0)))
+    target = targets_of(destination, table)["scale"]
+    assert (target.num_shards, target.num_local_experts) == (2, 3)
+
+
+def test_the_scale_of_a_weight_that_is_not_fused_comes_from_the_weight():
+    table = EngineTable(entries=fp8_entries("w", (128, 128)))
+    assert targets_of(table.entries[0], table)["scale"].fused_from == ("w",)
+
+
+def with_scale(change):
+    table = quantised_table("block128_fp32", dtype=FP8, shapes=[(256, 128), (2, 1)])
+    entries = list(table.entries)
+    entries[1:] = change(entries[1])
+    return EngineTable(entries=tuple(entries))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scale: [],
+        lambda scale: [replace(scale, num_shards=1)],
+        lambda scale: [replace(scale, num_local_experts=2)],
+        lambda scale: [replace(scale, recomputed=True)],
+        lambda scale: [replace(scale, name="owner"), replace(scale, alias_of="owner")],
+    ],
+    ids=["missing", "one piece", "more pieces", "recomputed", "alias"],
+)
+def test_a_scale_that_cannot_be_filled_piece_by_piece_is_refused(change):
+    table = with_scale(change)
+    with pytest.raises(PlanError, match="needs its scale in 'gate_up_scale' with 2 pieces"):
+        targets_of(table.entries[0], table)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tensor_parallel_engine_gets_its_part_of_values_and_scales(start_engine, pusher_for, rank):
+    """Gate and up of 512 rows each in blocks of 128: each rank holds two blocks of both."""
+    torch.manual_seed(0)
+    weights = {name: torch.randn(512, 256) for name in ("gate0", "up0")}
+    table = quantised_table("block128_fp32", dtype=FP8, shapes=[(512, 256), (4, 2)], tp=2)
+    table = replace(table, engine_rank=rank)
+    parameters = {
+        "gate_up": torch.zeros(512, 256, dtype=torch.float8_e4m3fn), "gate_up_scale": torch.zeros(4, 2)
+    }  # fmt: skip
+    engine = start_engine(parameters, table=table)
+    pusher_for(engine, config=SyncConfig(transport="tensor", timeout_s=5.0)).push(weights.items(), 1)
+    for part, name in enumerate(("gate0", "up0")):
+        codes, scale = fp8_block.quantize(weights[name], scale="fp32", name=name)
+        rows, blocks = slice(256 * part, 256 * part + 256), slice(2 * part, 2 * part + 2)
+        assert torch.equal(
+            parameters["gate_up"][rows].view(torch.uint8), codes[256 * rank : 256 * rank + 256].view(torch.uint8)
+        )
+        assert torch.equal(parameters["gate_up_scale"][blocks], scale[2 * rank : 2 * rank + 2])

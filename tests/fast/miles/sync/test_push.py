@@ -250,3 +250,60 @@ def test_handles_are_closed_on_both_sides_over_50_syncs(start_engine, pusher_for
     assert status(engine)["open_handles"] == 0
     pusher.close()
     assert held()[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("state", "updating"),
+        ("weight_version", "2"),
+        ("run_id", "another run"),
+        ("plan_digest", "another plan"),
+        ("engine_epoch", "another life"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["tensor", "disk"])
+def test_an_engine_that_reports_something_else_after_the_update_has_failed(
+    start_engine, pusher_for, tiny_weights, field, value, transport
+):
+    engine, good = start_engine(zeros_like(tiny_weights)), start_engine(zeros_like(tiny_weights))
+
+    def lie(path, reply):
+        return {**reply, "weights": {**reply["weights"], field: value}} if path == "/end_weight_update" else reply
+
+    engine.answer = lie
+    pusher = pusher_for(engine, good, config=SyncConfig(transport=transport, timeout_s=5.0))
+    report = pusher.push(tiny_weights.items(), 1)
+    assert report.engines[good.url] == "serving"
+    assert "read_back" in report.engines[engine.url]
+    assert value in report.engines[engine.url]
+
+
+@pytest.mark.parametrize(("field", "value"), [("digest", "0x1"), ("digest", None), ("sequence", 7)])
+def test_a_bucket_acknowledged_as_something_else_fails_its_engine(start_engine, pusher_for, tiny_weights, field, value):
+    engine, good = start_engine(zeros_like(tiny_weights)), start_engine(zeros_like(tiny_weights))
+    engine.answer = lambda path, reply: {**reply, field: value} if path == "/update_weights_from_tensor" else reply
+    report = pusher_for(engine, good).push(tiny_weights.items(), 1)
+    assert report.engines[good.url] == "serving"
+    assert "bad_ack" in report.engines[engine.url]
+
+
+def test_the_sync_after_a_change_of_engines_is_checksummed(start_engine, pusher_for, tiny_weights):
+    first, second = start_engine(zeros_like(tiny_weights)), start_engine(zeros_like(tiny_weights))
+    pusher = pusher_for(first, config=SyncConfig(checksum="sampled"))
+    flags = [pusher.push(tiny_weights.items(), version).checksummed for version in range(1, 5)]
+    pusher.set_engines([first.url, second.url])
+    flags += [pusher.push(tiny_weights.items(), version).checksummed for version in range(5, 7)]
+    pusher.set_engines([second.url])
+    flags += [pusher.push(tiny_weights.items(), version).checksummed for version in range(7, 9)]
+    assert flags == [True, True, False, False, True, False, True, False]
+
+
+def test_the_messages_of_an_update_say_what_the_engine_was_asked_to_expect(start_engine, pusher_for, tiny_weights):
+    engine = start_engine(zeros_like(tiny_weights))
+    report = pusher_for(engine, config=SyncConfig(bucket_bytes=1 << 16)).push(tiny_weights.items(), 3)
+    begin, *loads, end = [body for _, body in engine.seen]
+    assert (begin["weight_version"], begin["run_id"], begin["plan_digest"]) == ("3", "run", report.plan_digest)
+    assert end["buckets"] == len(loads) == report.buckets > 1
+    assert [body["bucket"]["sequence"] for body in loads] == list(range(len(loads)))
+    assert {body["bucket"]["version"] for body in loads} == {"3"}

@@ -287,6 +287,16 @@ def test_noop_sync_leaves_draft_unshuffled():
     assert setup.receiver.stamps["draft"] == ("run", 4, 16)
 
 
+@pytest.mark.parametrize("announced", [0, 2])
+def test_the_number_of_buckets_must_be_the_announced_one(announced):
+    setup = Setup()
+    token = setup.begin()
+    setup.load(token, FULL)
+    with pytest.raises(WeightUpdateError, match=f"after 1 of {announced} buckets; waiting for 0 parameters: -"):
+        setup.receiver.complete(token, "plan", 1, announced)
+    assert setup.view.phase == "dirty"
+
+
 def test_one_row_is_not_the_whole_parameter():
     setup = Setup()
     token = setup.begin()

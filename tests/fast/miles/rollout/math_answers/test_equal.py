@@ -59,6 +59,8 @@ SAME = [
     ("2^3^2", "512"),
     ("2^-3", "1/8"),
     ("9**9**9", r"9^{9^{9}}"),
+    ("exp(89303314154)", "e^{89303314154}"),
+    (r"\exp(2)^3", "e^6"),
     ("x=5", "5"),
     (r"x \in (1, 2)", "(1,2)"),
     ("y=2x+1", "2x-y+1=0"),
@@ -241,6 +243,12 @@ def test_powers_and_factorials_are_bounded_before_they_are_computed():
     for text in ("factorial(99999999)", "x^{99999999}", "9^(9^9)", "2^{-99999}"):
         with pytest.raises(Unreadable, match="too large"):
             symbolic.build(parse(text))
+
+
+@pytest.mark.parametrize("text", ["x^{1000001}", "(x^{2000})^{2000}", f"2^{{{2**60 + 1}}}", "1/(x-x)", "x^{1/2}"])
+def test_identities_modulo_primes_are_only_asked_where_they_are_sound(text):
+    with pytest.raises(exact.Inexact):
+        exact.identical(parse(text), parse("x"))
 
 
 def test_values_without_a_verdict_are_left_to_sympy():

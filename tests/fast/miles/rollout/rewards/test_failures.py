@@ -6,10 +6,11 @@ import asyncio
 
 import numpy as np
 import pytest
+from judging import Texts, context, samples_of
 
 from miles.rollout.errors import RewardError
 from miles.rollout.reward_worker.values import reward_and_parts
-from miles.rollout.rewards import RewardFn, WorkerCall
+from miles.rollout.rewards import RewardConfig, RewardFn, RewardPool, WorkerCall
 
 HEADER = "import ctypes, os, sys, time\n\ndef judge(completion, answer, metadata):\n"
 BAD = {
@@ -18,7 +19,7 @@ BAD = {
     "ends the process": ("    os._exit(0)", "worker process died"),
     "crashes": ("    ctypes.string_at(0)", "Segmentation fault"),
     "prints without end": ("    while True: print('x' * 1000)", "wrote more than 256 KiB"),
-    "takes all memory": ("    return len(bytearray(1 << 50))", "MemoryError"),
+    "takes more memory than the limit": ("    return len(bytearray(2 << 30))", "MemoryError"),
     "hangs": ("    while True: pass", "no reward within rollout.reward.timeout_s=1"),
     "sleeps": ("    time.sleep(600)", "no reward within rollout.reward.timeout_s=1"),
     "interrupts": ("    raise KeyboardInterrupt", "KeyboardInterrupt"),
@@ -30,7 +31,7 @@ def test_a_failing_function_is_an_error_with_sample_function_place_and_completio
     line, reason = BAD[name]
     options = own_file(HEADER + line + "\n")
     with pytest.raises(RewardError) as caught:
-        judge(["z" * 300], kind="python", options=options, timeout_s=1)
+        judge(["z" * 300], kind="python", options=options, timeout_s=1, memory_gib=1)
     text = str(caught.value)
     assert text.startswith("sample s-0: reward python:")
     assert reason in text
@@ -74,9 +75,16 @@ def test_output_that_is_written_below_python_is_counted_too(judge, own_file):
         judge(["a"], kind="python", options=options)
 
 
+def test_a_worker_that_printed_without_end_is_replaced(judge, own_file):
+    options = own_file(HEADER + "    while completion == 'storm': print('x' * 1000)\n    return 1.0\n")
+    judged = judge(["storm", "quiet"], kind="python", options=options, concurrency=1, on_error="mask")
+    assert judged.rewards == [None, 1.0]
+    assert judged.started == 2
+
+
 def test_a_function_cannot_write_its_own_verdict_into_another_call(judge, own_file):
     source = (
-        "import json, os, socket, struct\n"
+        "import json, os, struct, time\n"
         "def judge(completion, answer, metadata):\n"
         "    for fd in range(3, 64):\n"
         "        try:\n"
@@ -84,6 +92,7 @@ def test_a_function_cannot_write_its_own_verdict_into_another_call(judge, own_fi
         "            os.write(fd, struct.pack('>I', len(body)) + body)\n"
         "        except OSError:\n"
         "            pass\n"
+        "    time.sleep(0.5)\n"
         "    return 0.0\n"
     )
     with pytest.raises(RewardError, match="answered what nobody asked"):
@@ -147,17 +156,27 @@ def test_functions_in_the_driver_fail_in_the_same_words(judge, way):
     assert judge(["z"], fn, on_error="mask").rewards == [None]
 
 
-def test_a_coroutine_that_ignores_its_cancellation_is_left_behind(judge):
-    async def stubborn(*_):
-        while True:
-            try:
-                await asyncio.sleep(2)
-                return 1.0
-            except asyncio.CancelledError:
-                pass
+def test_a_coroutine_that_ignores_its_cancellation_is_left_behind():
+    async def run() -> list[str]:
+        told, log = asyncio.Event(), []
 
-    with pytest.raises(RewardError, match=r"timeout_s=0\.1"):
-        judge(["z"], RewardFn("stubborn", awaited=stubborn), timeout_s=0.1)
+        async def stubborn(*_):
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                await told.wait()
+            log.append("ended")
+            return 1.0
+
+        pool = RewardPool(RewardConfig(timeout_s=0.1), RewardFn("stubborn", awaited=stubborn), Texts(["z"]))
+        with pytest.raises(RewardError, match=r"timeout_s=0\.1"):
+            await asyncio.wait_for(pool.judge(context(), samples_of(["z"])), 30)
+        log.append("told")
+        told.set()
+        await asyncio.sleep(0.05)
+        return log
+
+    assert asyncio.run(run()) == ["told", "ended"]
 
 
 def test_where_only_the_models_text_can_be_at_fault_the_sample_is_masked(judge):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -185,7 +186,8 @@ def test_closing_ends_hanging_workers_and_what_they_started(own_file, tmp_path):
     assert took < 30
 
 
-def test_after_a_kill_of_the_driver_no_worker_is_left(own_file, tmp_path):
+@pytest.mark.parametrize("copied", [False, True], ids=["alone", "its sockets are open in another process"])
+def test_after_a_kill_of_the_driver_no_worker_is_left(own_file, tmp_path, copied):
     source = (
         "import os, time\n"
         "def judge(completion, answer, metadata):\n"
@@ -203,6 +205,10 @@ def test_after_a_kill_of_the_driver_no_worker_is_left(own_file, tmp_path):
         config = RewardConfig(kind="python", options={options!r}, timeout_s=600)
         pool = RewardPool(config, build_reward(config), Texts(["x"] * 3))
         pool.start()
+        import os, time
+        if {copied} and os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
         asyncio.run(pool.judge(context(), samples_of(["x"] * 3)))
         """)
     )
@@ -219,7 +225,11 @@ def test_after_a_kill_of_the_driver_no_worker_is_left(own_file, tmp_path):
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    assert gone(pids)
+    try:
+        assert gone(pids)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_killed_fork_server_is_started_again(own_file):

@@ -101,6 +101,8 @@ class RunningEngine:
     url: str = ""
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     intercept: Callable[[str, dict[str, Any]], dict[str, Any] | None] = lambda path, body: body
+    # What is answered instead of a POST's own reply.
+    answer: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda path, reply: reply
     _server: uvicorn.Server | None = None
     _thread: threading.Thread | None = None
 
@@ -130,7 +132,8 @@ class RunningEngine:
             replaced = self.intercept(path, message)
             if replaced is None:
                 return 503, {"success": False, "code": "intercepted", "message": "refused by the test"}
-            return await handle(path, orjson.dumps(replaced), caller)
+            code, reply = await handle(path, orjson.dumps(replaced), caller)
+            return code, self.answer(path, reply)
 
         self.service.handle = recorded  # type: ignore[method-assign]
         # asyncio switches Nagle off only when the protocol is named: without it each reply costs 40 ms.
