@@ -62,6 +62,11 @@ class ActorGroup:
         """Call every engine actor."""
         return await self._gather("engine", method, [getattr(e, method).remote() for e in self.engines])
 
+    async def connect(self) -> None:
+        """Open the weight sync to every engine, under a new id: engines left over from an earlier life of the run
+        cannot pass for current."""
+        await self.on_all_workers("connect", self.engine_urls, uuid.uuid4().hex, self.token)
+
     async def _gather(self, role: str, method: str, calls: list[Any]) -> list[Any]:
         waits = [asyncio.ensure_future(_result(call, f"{role} {i}: {method}")) for i, call in enumerate(calls)]
         try:
@@ -179,8 +184,7 @@ async def _start(actors: ActorGroup, placement: Placement, checkpoints: Path) ->
     actors.dp_ranks = [state["dp_rank"] for state in states]
     actors.resumed, actors.notes = states[0]["extra"], states[0]["notes"]
     actors.engine_urls = [engine["url"] for engine in engines]
-    # A new id for every life of a run: engines left over from an earlier one cannot pass for current.
-    await actors.on_all_workers("connect", actors.engine_urls, uuid.uuid4().hex, actors.token)
+    await actors.connect()
 
 
 async def _stop(actors: ActorGroup) -> None:

@@ -90,7 +90,7 @@ def keeping_signal_handlers(*stops: Callable[[], object]) -> Iterator[Callable[[
             _set_handlers(handlers)
 
 
-def _set_handlers(handlers: Mapping[int, Any]) -> None:
+def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
     """Only the main thread may set handlers."""
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
@@ -141,7 +141,7 @@ def _base() -> str:
     return chosen if len(chosen) <= LONGEST_BASE else "/tmp"
 
 
-def _import_ray():
+def _import_ray() -> Any:
     # Ray listens on every interface. A token of this run keeps others out, and needs no file in the home folder.
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"

@@ -25,6 +25,7 @@ from miles.observe.reward_report import MEAN_OVER, write_reward_report
 from miles.observe.tensorboard_events import TensorBoardEvents
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.backends import open_rollout
+from miles.orchestrate.device_sharing import device_sharing
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
@@ -147,6 +148,7 @@ class _Session:
                     schedule_config(recipe, pad_id=self.tokenizer.pad_id, flops=self._flops()),
                     record,
                     log.sync,
+                    devices=device_sharing(recipe.placement.mode, actors, engines),
                     version=version,
                     watch=GradientWatch(recipe.algo, recipe.run.no_gradient_warning_steps, self.progress.warn, rows),
                 )

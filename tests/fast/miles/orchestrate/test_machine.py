@@ -20,6 +20,7 @@ from miles.orchestrate import cluster, doctor
 from miles.orchestrate.cluster import PREFIX, local_cluster
 from miles.orchestrate.doctor import abilities
 from miles.orchestrate.errors import RunError
+from miles.orchestrate.placement import ClusterFacts, NodeFacts
 
 CORE = {"torch": "2", "ray": "2", "megatron-core": "0.16", "safetensors": "0.8"}
 
@@ -57,6 +58,22 @@ def test_report_shows_machine_libraries_and_abilities(monkeypatch: pytest.Monkey
     doctor.report(Console(file=out, width=120))
     for said in ("cores", "memory", "free disk here", "Imaginary 9000", "1.2.3", "not installed", "yes  train on GPU"):
         assert said in out.getvalue()
+
+
+def test_report_shows_the_cluster_that_runs_would_be_placed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert doctor.cluster_lines() == [("cluster", "one of each run's own, on this machine (no RAY_ADDRESS)")]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    nodes = (NodeFacts("a", "10.0.0.1", 8, 4, 3 << 30), NodeFacts("b", "10.0.0.2", 8, 0, 1 << 29))
+    monkeypatch.setattr(doctor, "known_facts", lambda config: ClusterFacts(nodes, "b"))
+    assert doctor.cluster_lines() == [
+        ("cluster", "10.0.0.1:6379: 2 nodes"),
+        ("node 10.0.0.1", "8 CPUs, 4 GPUs, 3.0 GiB"),
+        ("node 10.0.0.2", "8 CPUs, 0 GPUs, 0.5 GiB (this machine)"),
+    ]
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    ((_, said),) = doctor.cluster_lines()
+    assert said.startswith("cannot be used: environment variable RAY_ADDRESS: 'nonsense' is no address")
 
 
 def test_version_of_a_package_that_is_not_there_is_none() -> None:
