@@ -32,6 +32,7 @@ __all__ = [
     "scan",
     "syntax",
     "tree",
+    "vocabulary",
 ]
 
 
@@ -47,6 +48,7 @@ def register_cpu_ci(
     split: bool = False,
     serial: bool = False,
     allow_all_skipped: Mapping[str, str] | None = None,
+    allow_never_executed: Mapping[str, str] | None = None,
     owner: str | None = None,
 ) -> None:
     """Run this file in a CPU suite. `est_time` and `timeout` are seconds."""
@@ -68,6 +70,7 @@ def register_cuda_ci(
     split: bool = False,
     serial: bool = False,
     allow_all_skipped: Mapping[str, str] | None = None,
+    allow_never_executed: Mapping[str, str] | None = None,
     owner: str | None = None,
 ) -> None:
     """Run this file in a suite on NVIDIA GPUs. `hardware` (models or architectures) is in order of preference."""
@@ -89,6 +92,7 @@ def register_rocm_ci(
     split: bool = False,
     serial: bool = False,
     allow_all_skipped: Mapping[str, str] | None = None,
+    allow_never_executed: Mapping[str, str] | None = None,
     owner: str | None = None,
 ) -> None:
     """Run this file in a suite on AMD GPUs; the fields are those of `register_cuda_ci`."""

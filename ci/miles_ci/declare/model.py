@@ -33,7 +33,7 @@ class Exemption:
 class Declaration:
     """One `register_*_ci` call, or the implicit registration of a file in the folder `fast` of a test root.
 
-    `est_time` and `timeout` are seconds. `est_span` is the source span (1-based lines, 0-based byte
+    `est_time` and `timeout` are seconds. `allow_never_executed`: (item, reason) pairs. `est_span` is the source span (1-based lines, 0-based byte
     columns) of the `est_time` literal, which `tune --source` may rewrite.
     """
 
@@ -55,6 +55,7 @@ class Declaration:
     split: bool = False
     serial: bool = False
     allow_all_skipped: str | None = None
+    allow_never_executed: tuple[tuple[str, str], ...] = ()
     owner: str | None = None
     implicit: bool = False
     est_span: Span | None = None

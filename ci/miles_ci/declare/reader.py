@@ -18,7 +18,7 @@ from miles_ci.declare.vocabulary import METRIC_BOUND, SHIPPED, Vocabulary
 from miles_ci.errors import Diagnostic, suggestion
 from miles_ci.metric_bound import MetricBound
 
-PARSER_VERSION = 4
+PARSER_VERSION = 5
 MODULE = "miles_ci.declare"
 MARKER = b"register_"
 FORMER_NAMES = {"register_ci_gate": "register_metric_bound"}

@@ -114,7 +114,7 @@ class ShardRun:
         if evidence is None or unit.nodes or evidence.skipped_whole is not None or evidence.collection_failures:
             return []
         with contextlib.suppress(SyntaxError):
-            return never_executed.find(self._sources.get(unit.path, ""), [*evidence.items, *unit.deselect])
+            return never_executed.find(self._sources.get(unit.path, ""), [*evidence.items, *evidence.left_out])
         return []
 
 
@@ -178,6 +178,7 @@ def finish(
     elif unit.unstable and final in (results.FAILED, results.ERROR, results.TIMEOUT, results.INFRA):
         final, tolerated = results.UNSTABLE_FAILED, unit.unstable
     evidence = FileEvidence() if process is None else process.observed.files.get(unit.path, FileEvidence())
+    missing, allowed = never_executed.left_out(unit, evidence)
     return results.TestResult(
         unit=unit.id,
         path=unit.path,
@@ -192,6 +193,8 @@ def finish(
         node_ms={node: round(item.seconds * 1000) for node, item in evidence.items.items()},
         subtests={node: dict(item.subtests) for node, item in evidence.items.items() if item.subtests},
         only=unit.only,
+        never_executed=missing,
+        allowed=allowed,
     )
 
 
