@@ -6,4 +6,18 @@ Imports nothing of ours; everything else may import it.
 from miles.config.errors import ConfigError, MilesError
 from miles.config.model import StrictModel
 
-__all__ = ["ConfigError", "MilesError", "StrictModel"]
+__all__ = [
+    "ConfigError",
+    "MilesError",
+    "StrictModel",
+    "environment",
+    "errors",
+    "files",
+    "json_text",
+    "metric_names",
+    "names",
+    "overrides",
+    "user_code",
+    "validation",
+    "yaml_source",
+]

@@ -14,6 +14,8 @@ from typing import Any
 from miles.config.errors import MilesError
 from miles.config.files import storage_error
 from miles.orchestrate.actors import EngineActor, TrainWorker
+from miles.orchestrate.bounded import finishes_within
+from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.node_files import check_nodes
 from miles.orchestrate.node_watch import RESUME_HINT, watching_nodes
@@ -61,6 +63,11 @@ class ActorGroup:
     async def on_engines(self, method: str) -> list[Any]:
         """Call every engine actor."""
         return await self._gather("engine", method, [getattr(e, method).remote() for e in self.engines])
+
+    async def connect(self) -> None:
+        """Open the weight sync to every engine, under a new id: engines left over from an earlier life of the run
+        cannot pass for current."""
+        await self.on_all_workers("connect", self.engine_urls, uuid.uuid4().hex, self.token)
 
     async def _gather(self, role: str, method: str, calls: list[Any]) -> list[Any]:
         waits = [asyncio.ensure_future(_result(call, f"{role} {i}: {method}")) for i, call in enumerate(calls)]
@@ -152,7 +159,7 @@ async def _reserved(recipe: Recipe, placement: Placement, shared: Path, model_di
         await asyncio.to_thread(check_nodes, reservation, placement, shared, models)
         yield reservation
     finally:
-        reservation.give_back()
+        finishes_within(STOP_WAIT_S, reservation.give_back)
 
 
 def _trainers(reservation: Reservation, recipe: Recipe, placement: Placement, model_dir: Path) -> list[Any]:
@@ -179,16 +186,20 @@ async def _start(actors: ActorGroup, placement: Placement, checkpoints: Path) ->
     actors.dp_ranks = [state["dp_rank"] for state in states]
     actors.resumed, actors.notes = states[0]["extra"], states[0]["notes"]
     actors.engine_urls = [engine["url"] for engine in engines]
-    # A new id for every life of a run: engines left over from an earlier one cannot pass for current.
-    await actors.on_all_workers("connect", actors.engine_urls, uuid.uuid4().hex, actors.token)
+    await actors.connect()
 
 
 async def _stop(actors: ActorGroup) -> None:
     import ray
 
+    announce_stop()
     calls = [engine.kill.remote() for engine in actors.engines] + [worker.close.remote() for worker in actors.workers]
-    with contextlib.suppress(Exception):
-        ray.wait(calls, num_returns=len(calls), timeout=STOP_WAIT_S)
-    for actor in (*actors.engines, *actors.workers):
+
+    def stop() -> None:
         with contextlib.suppress(Exception):
-            ray.kill(actor)
+            ray.wait(calls, num_returns=len(calls), timeout=STOP_WAIT_S)
+        for actor in (*actors.engines, *actors.workers):
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+
+    finishes_within(2 * STOP_WAIT_S, stop)

@@ -104,9 +104,11 @@ class TrainWorker:
         self._backend.init()
 
     def connect(self, engine_urls: Sequence[str], run_id: str, token: str) -> None:
-        """Open the weight sync to the engines; a no-op on ranks that do not send."""
+        """Open the weight sync to the engines, closing the one before; a no-op on ranks that do not send."""
         from miles.sync.session import WeightPusher
 
+        if self._pusher is not None:
+            self._pusher.close()
         if self._backend.parallel_layout.is_sync_rank:
             rounding = self._hook.rounding
             self._pusher = WeightPusher(engine_urls, self._recipe.sync, run_id=run_id, token=token, nvfp4=rounding)
@@ -162,6 +164,14 @@ class TrainWorker:
                 continue
             return None
         return dict(self._pusher.push(weights, version).engines)
+
+    def sleep(self) -> None:
+        """Give up device memory that nothing holds, so that an engine on the device can have it."""
+        self._backend.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`: scores and steps come next."""
+        self._backend.wake()
 
     def save(self, directory: Path, extra: dict[str, Any]) -> str:
         """Write a checkpoint; collective, atomic."""

@@ -13,6 +13,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from miles.config import ConfigError
+from miles.orchestrate.joined_cluster import cluster_address
+from miles.orchestrate.machine import memory_bytes
+from miles.orchestrate.placed_cluster import known_facts
+from miles.recipe.placement import ClusterConfig
+
 PACKAGES = ("torch", "ray", "megatron-core", "transformers", "safetensors", "triton", "sglang", "transformer-engine")
 GIB = 1 << 30
 
@@ -62,6 +68,25 @@ def abilities(versions: dict[str, str | None], gpus: list[str]) -> list[Ability]
     ]
 
 
+def cluster_lines() -> list[tuple[str, str]]:
+    """What a run without `cluster.address` would be placed on: the cluster of RAY_ADDRESS, or one of its own."""
+    try:
+        address = cluster_address(ClusterConfig())
+        if address is None:
+            return [("cluster", "one of each run's own, on this machine (no RAY_ADDRESS)")]
+        facts = known_facts(ClusterConfig(address=address))
+    except ConfigError as error:
+        return [("cluster", f"cannot be used: {error}")]
+    except ImportError as error:
+        return [("cluster", f"cannot be asked: {error}")]
+    lines = [("cluster", f"{address}: {len(facts.nodes)} node{'' if len(facts.nodes) == 1 else 's'}")]
+    for node in facts.nodes:
+        here = " (this machine)" if node.id == facts.driver else ""
+        memory = f"{node.memory_bytes / GIB:.1f} GiB"
+        lines.append((f"node {node.address}", f"{node.cpus} CPUs, {node.gpus} GPUs, {memory}{here}"))
+    return lines
+
+
 def report(console: Console) -> None:
     """Print the machine, the libraries and the abilities."""
     versions = {name: version_of(name) for name in PACKAGES}
@@ -69,12 +94,13 @@ def report(console: Console) -> None:
     table = Table(title="machine", show_header=False)
     table.add_row("python", f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}")
     table.add_row("cores", str(len(os.sched_getaffinity(0))))
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    table.add_row("memory", f"{pages / GIB:.1f} GiB")
+    table.add_row("memory", f"{memory_bytes() / GIB:.1f} GiB")
     table.add_row("free disk here", f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB")
     shared = Path("/dev/shm")
     table.add_row("shared memory", f"{shutil.disk_usage(shared).free / GIB:.1f} GiB" if shared.exists() else "none")
     table.add_row("GPUs", ", ".join(gpus) or "none")
+    for name, said in cluster_lines():
+        table.add_row(name, said)
     for name, version in versions.items():
         table.add_row(name, version or "not installed")
     console.print(table)

@@ -88,5 +88,6 @@ def read_facts(*, free: bool) -> ClusterFacts:
         if node["Alive"]:
             resources: dict[str, Any] = available.get(node["NodeID"], {}) if free else node["Resources"]
             cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
-            nodes.append(NodeFacts(node["NodeID"], node["NodeManagerAddress"], cpus, gpus))
+            memory = int(node["Resources"].get("memory", 0))
+            nodes.append(NodeFacts(node["NodeID"], node["NodeManagerAddress"], cpus, gpus, memory))
     return ClusterFacts(tuple(nodes), driver=ray.get_runtime_context().get_node_id())

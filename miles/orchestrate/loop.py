@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig
 from miles.orchestrate.actor_group import RESUME_HINT, ActorGroup
 from miles.orchestrate.actors import Recording
+from miles.orchestrate.device_sharing import DeviceSharing, Disaggregated
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.run_folder import RunFolder
@@ -41,6 +42,7 @@ class TrainingLoop:
     record: Callable[[Row], None]
     before_checkpoint: Callable[[], None]
     watch: GradientWatch
+    devices: DeviceSharing = field(default_factory=Disaggregated)
     version: int = 0
 
     async def run(self, first_step: int) -> None:
@@ -60,6 +62,7 @@ class TrainingLoop:
         clock = Stopwatch()
         with clock.measure("time/rollout"):
             batch = await self.rollout.collect(step)
+            await self.devices.to_trainer()
         with clock.measure("time/score"):
             await self.score(batch.samples)
         with clock.measure("time/prepare"):
@@ -99,13 +102,16 @@ class TrainingLoop:
         arguments = [
             (tuple(batch.for_rank(dp_rank) for batch in prepared.steps), recording) for dp_rank in self.actors.dp_ranks
         ]
-        prefetch = self.rollout.prefetch(self.version + 1) if step + 1 < run.steps else asyncio.sleep(0)
+        more = self.devices.engines_keep_weights and step + 1 < run.steps
+        prefetch = self.rollout.prefetch(self.version + 1) if more else asyncio.sleep(0)
         metrics, _ = await asyncio.gather(self.actors.on_workers("train", arguments), prefetch)
         return metrics[0]
 
     async def sync_weights(self, *, skipped: bool) -> None:
         """Every engine serves the next version from here on; a skipped step made none."""
         if skipped:
+            if not self.devices.engines_keep_weights:
+                await self.send_weights_again()
             await self.rollout.on_skipped_step()
             return
         await self.send_weights(self.version + 1)
@@ -114,7 +120,14 @@ class TrainingLoop:
 
     async def send_weights(self, version: int) -> None:
         """The trainer's weights to every engine as `version`; an engine that does not serve it ends the run."""
+        await self.devices.to_weight_sync()
         check_engines(version, (await self.actors.on_all_workers("send_weights", version))[0])
+        await self.devices.to_engines()
+
+    async def send_weights_again(self) -> None:
+        """The version that engines gave out of their hands: under a new sync id, as a version of one id only rises."""
+        await self.actors.connect()
+        await self.send_weights(self.version)
 
     def row(self, step: int, batch: RolloutBatch, metrics: dict[str, float], times: dict[str, float]) -> Row:
         """The row of `metrics.jsonl`; bounds of `quant` are checked on a step that trained."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from miles.orchestrate.placement import LOOPBACK, ClusterFacts, NodeFacts
@@ -20,6 +21,11 @@ def visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def memory_bytes() -> int:
+    """Physical memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def this_machine() -> ClusterFacts:

@@ -209,17 +209,17 @@ def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     if ":" in recipe.engine.device:
         message = f"engine.device {recipe.engine.device} names one device, and the placement gives each engine its own"
         yield Finding("DEVICES", "error", message, "use engine.device=cuda; CUDA_VISIBLE_DEVICES limits what is used")
-    if recipe.placement.mode == "colocated":
-        message = (
-            "placement.mode colocated needs engines that hand their memory over, which the loop does not drive yet"
-        )
-        yield Finding("DEVICES", "error", message, "use placement.mode=disaggregated")
     if recipe.placement.mode == "colocated" and recipe.rollout.max_staleness:
         message = (
             f"placement.mode colocated has no engines while the trainer trains, and rollout.max_staleness "
             f"{recipe.rollout.max_staleness} has them generate meanwhile"
         )
         yield Finding("DEVICES", "error", message, "set rollout.max_staleness=0 or placement.mode=disaggregated")
+    if recipe.placement.mode == "colocated" and recipe.engine.nvfp4_experts is not None:
+        message = (
+            "placement.mode colocated has engines release their weights, and engine.nvfp4_experts keeps packed copies"
+        )
+        yield Finding("DEVICES", "error", message, "use placement.mode=disaggregated")
 
 
 def _quantisation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:

@@ -189,7 +189,12 @@ class EngineClient:
         await self._json("POST", "/abort_request", body)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        await self._json("POST", "/release_memory_occupation", {"tags": list(tags)})
+        """`EngineReplyError` when the engine says that it still holds some of it (`held`, bytes by tag)."""
+        reply = await self._json("POST", "/release_memory_occupation", {"tags": list(tags)})
+        held = reply.get("held", {}) if isinstance(reply, dict) else {}
+        kept = {tag: held[tag] for tag in tags if held.get(tag, 0) != 0}
+        if kept:
+            raise EngineReplyError(f"engine {self.url}: /release_memory_occupation: still holds bytes of {kept}")
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         await self._json("POST", "/resume_memory_occupation", {"tags": list(tags)})
@@ -268,7 +273,8 @@ class EngineClient:
             value = None
         if status != 200 or (isinstance(value, dict) and value.get("success") is False):
             detail = value if isinstance(value, dict) else {}
-            error = detail.get("error") if isinstance(detail.get("error"), dict) else {}
+            said = detail.get("error")
+            error = said if isinstance(said, dict) else {}
             message = error.get("message") or detail.get("message") or raw[:300].decode(errors="replace")
             kind = str(error.get("type", "http_error"))
             raise EngineHttpError(

@@ -72,5 +72,11 @@ class EnginePool:
     async def resume(self) -> None:
         await asyncio.gather(*(client.resume() for client in self.clients))
 
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        await asyncio.gather(*(client.release_memory(tags) for client in self.clients))
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        await asyncio.gather(*(client.resume_memory(tags) for client in self.clients))
+
     async def abort(self, rid: str | None = None, *, prefix: bool = False) -> None:
         await asyncio.gather(*(client.abort(rid, prefix=prefix) for client in self.clients))

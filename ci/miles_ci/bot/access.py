@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -173,7 +173,7 @@ def label_is_fresh(pull: PullRequest, event_sha: str, labelled_at: float) -> str
     return None
 
 
-def resolved_directives(pull: PullRequest, resolve: Any) -> dict[str, str] | Errors:
+def resolved_directives(pull: PullRequest, resolve: Callable[[Directives], dict[str, str]]) -> dict[str, str] | Errors:
     """Directives of the live description as commits: name -> 40 hex digits or image tag."""
     parsed = parse_directives(pull.body)
     if isinstance(parsed, Errors):

@@ -199,9 +199,9 @@ class Client:
 
     def _pause(self, reply: Reply | None, attempt: int, waited: float) -> float:
         """Sleep as long as GitHub asks; returns the total wait, which may exceed the limit without sleeping."""
-        wait = 1.0 * 2**attempt + random.uniform(0, 0.5)
+        wait: float = 2.0**attempt + random.uniform(0, 0.5)
         if reply is not None and reply.status in (403, 429):
-            wait = 60.0 * 2**attempt
+            wait = 60.0 * 2.0**attempt
             if reply.headers.get("retry-after", "").isdigit():
                 wait = float(reply.headers["retry-after"])
             elif reply.headers.get("x-ratelimit-reset", "").isdigit():

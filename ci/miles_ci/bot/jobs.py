@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from miles_ci.bot import access, planning, required_check, resolve_run, status_card
 from miles_ci.bot.actions_io import event, field, variable, write_outputs, write_summary
@@ -25,6 +26,7 @@ from miles_ci.bot.rerun.request import Request
 from miles_ci.bot.runs import read_run
 from miles_ci.errors import ExitCode, UsageError
 from miles_ci.registry import Fleet, load_fleet
+from miles_ci.report.cards import Card
 from miles_ci.report.strict_json import StrictJsonError, loads
 from miles_ci.run.results import write_json
 
@@ -297,7 +299,7 @@ def lint_report(args: argparse.Namespace) -> int:
         text = f"The formatter changes `{sha[:12]}` ({size} bytes). To apply:\n```\n{commands}\n```"
     body = f"{Marker('lint', req=request_id).line()}\n{text}"
 
-    def proof() -> dict | None:
+    def proof() -> dict[str, Any] | None:
         found = ours(client.pages(f"{{repo}}/issues/{number}/comments"), bot_id(), "lint", request_id)
         return dict(found[0][0]) if found else None
 
@@ -339,7 +341,7 @@ def card(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _lark(secret_name: str | None, made: status_card.Card) -> str:
+def _lark(secret_name: str | None, made: Card) -> str:
     """A missing secret and a refused message are said in the log; the tests' verdict stands."""
     url = os.environ.get(secret_name or "", "")
     if not url:

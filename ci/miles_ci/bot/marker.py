@@ -16,8 +16,6 @@ from typing import Any
 from miles_ci.report.strict_json import StrictJsonError, loads
 
 VERSION = 1
-TERMINAL = ("passed", "failed", "cancelled", "lost")
-STATES = ("running", *TERMINAL)
 _LINE = re.compile(r"<!-- miles-ci (\{[^\n]{0,2000}\}) -->")
 
 

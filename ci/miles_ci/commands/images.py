@@ -16,8 +16,13 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles_ci.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from miles_ci.bot.oci import Registry
+    from miles_ci.workflows.images import Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     }[args.verb](args)
 
 
-def _plan(args: argparse.Namespace, name: str) -> tuple:
+def _plan(args: argparse.Namespace, name: str) -> tuple[Recipe, str, str, Registry]:
     from miles_ci.bot.oci import Registry
     from miles_ci.registry import load_fleet
     from miles_ci.workflows import images

@@ -13,9 +13,13 @@ import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles_ci.errors import ExitCode, UsageError
 from miles_ci.files import write_output
+
+if TYPE_CHECKING:
+    from miles_ci.report.cards import Card
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     return ExitCode.OK if card.report.ok else ExitCode.TEST_FAILURE
 
 
-def _card(args: argparse.Namespace):
+def _card(args: argparse.Namespace) -> Card:
     from miles_ci.plan.model import Plan
     from miles_ci.report.analyse import analyse
     from miles_ci.report.cards import Card, JobRow
@@ -102,7 +106,7 @@ def _this_run() -> str:
     return f"{server}/{repository}/actions/runs/{run}" if repository and run else server
 
 
-def _text(card) -> str:
+def _text(card: Card) -> str:
     from miles_ci.report.cards.model import totals
 
     lines = [totals(card.report)]

@@ -27,6 +27,7 @@ from miles_ci.run.from_plan import default_branch, only_files, parse_shard, run_
 from miles_ci.workspace import Workspace
 
 if TYPE_CHECKING:
+    from miles_ci.history.store import HistoryStore
     from miles_ci.run.devices.inventory import Device
     from miles_ci.run.shard import ShardJob
 
@@ -191,7 +192,7 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
     job = _job(args, space, plan, shard, units, folder)
     history = read("MILES_CI_HISTORY_URL")
 
-    def open_history():
+    def open_history() -> HistoryStore:
         from miles_ci.history.store import open_store
 
         return open_store(str(history))

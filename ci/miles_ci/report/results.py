@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from miles_ci.errors import UsageError
 from miles_ci.run import results
 from miles_ci.run.rerun import RERUN_PREFIX
-from miles_ci.run.results import RESULTS_NAME, FailureRecord, Provisional, ShardResults, TestResult
+from miles_ci.run.results import RESULTS_NAME, Provisional, ShardResults, TestResult
 
 SLOWEST = 5
-
-
-@dataclass(frozen=True)
-class SignatureGroup:
-    """Failures that look the same, wherever they happened."""
-
-    signature: str
-    type: str
-    message: str
-    nodes: tuple[str, ...]
 
 
 def find_results(places: Iterable[Path]) -> list[Path]:
@@ -40,23 +29,6 @@ def load_all(places: Iterable[Path]) -> list[ShardResults]:
     if not paths:
         raise UsageError(f"no {RESULTS_NAME} below {', '.join(map(str, wanted)) or 'nothing'}")
     return [results.read_results(path) for path in paths]
-
-
-def failing(shards: Iterable[ShardResults]) -> list[tuple[ShardResults, TestResult]]:
-    return [(shard, test) for shard in shards for test in shard.tests if test.blocks]
-
-
-def by_signature(shards: Iterable[ShardResults]) -> list[SignatureGroup]:
-    """Failing nodes of last attempts grouped by signature, the largest group first."""
-    groups: dict[str, list[FailureRecord]] = {}
-    for _, test in failing(shards):
-        for failure in test.attempts[-1].failures if test.attempts else ():
-            groups.setdefault(failure.signature, []).append(failure)
-    found = [
-        SignatureGroup(name, each[0].type, each[0].message, tuple(sorted({failure.node for failure in each})))
-        for name, each in groups.items()
-    ]
-    return sorted(found, key=lambda group: (-len(group.nodes), group.signature))
 
 
 def summary(shards: Sequence[ShardResults], *, slowest: int = SLOWEST) -> str:

@@ -35,7 +35,7 @@ def file_rules(workflow: Workflow) -> Iterator[Finding]:
     top = workflow.raw.get("permissions")
     if top not in ({}, {"contents": "read"}):
         yield "", "top-permissions", f"top-level permissions are {top!r}: use {{}} or contents: read"
-    concurrency = workflow.raw.get("concurrency") or {}
+    concurrency = workflow.concurrency
     group = str(concurrency.get("group", ""))
     if group and group.startswith("${{"):
         yield (
@@ -163,7 +163,7 @@ def is_privileged(workflow: Workflow, job: Job) -> bool:
 
 
 def container_rules(workflow: Workflow, job: Job) -> Iterator[Finding]:
-    container = job.raw.get("container")
+    container = job.container
     if not container:
         return
     if "--privileged" in str(container.get("options", "")):

@@ -7,6 +7,7 @@ alone, so that the key `on` stays a string. Raises `WorkflowError` naming file a
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,8 +24,13 @@ from miles_ci.workflows.expr.evaluate import Evaluated
 JOB_IF = frozenset({"github", "needs", "vars", "inputs"})
 STRATEGY = JOB_IF
 CALL_WITH = JOB_IF | {"strategy", "matrix"}
-RUN_LEVEL = frozenset({"github", "inputs", "vars"})
-STEP = CALL_WITH | {"job", "runner", "env", "secrets", "steps"}
+
+
+# What a token can be given; https://docs.github.com/actions/reference/workflow-syntax-for-github-actions#permissions
+SCOPES = (
+    "actions", "attestations", "checks", "contents", "deployments", "discussions", "id-token", "issues", "models",
+    "packages", "pages", "pull-requests", "repository-projects", "security-events", "statuses",
+)  # fmt: skip
 
 
 class WorkflowError(UsageError):
@@ -34,7 +40,7 @@ class WorkflowError(UsageError):
 class _Loader(yaml.SafeLoader):
     """SafeLoader whose booleans are those of YAML 1.2 and which refuses duplicate keys."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list]] = {  # type: ignore[misc]
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, Any]]]] = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in rows if tag != "tag:yaml.org,2002:bool"]
         for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -47,8 +53,21 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        text = self.construct_scalar(node)
+        return BlockText(text) if node.style in ("|", ">") else text
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|false)$"), list("tf"))
+
+class BlockText(str):
+    """A block scalar (`|`, `>`). GitHub's parsers read braces in one differently from braces in a plain scalar."""
+
+    __slots__ = ()
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 
 def parse_yaml(text: str) -> Any:
@@ -63,13 +82,20 @@ def compiled(source: str, contexts: frozenset[str], functions: frozenset[str]) -
 
 
 def strip_braces(source: str) -> str:
-    """The expression of an `if`, with or without `${{ }}`; mixed text is refused (it would always be true)."""
-    text = source.strip()
-    if text.startswith("${{") and text.endswith("}}") and text.count("${{") == 1:
-        return text[3:-2].strip()
-    if "${{" in text:
-        raise ExpressionError(f"text around ${{{{ }}}} makes the condition a non-empty string, always true: {text}")
-    return text
+    """The expression of an `if`, with or without `${{ }}`.
+
+    Anything around the braces makes the condition a non-empty string, which is always true, so it is refused; a space
+    or the newline that ends a block scalar is enough.
+    """
+    if "${{" not in source:
+        return source.strip()
+    if isinstance(source, BlockText):
+        raise ExpressionError(
+            f"braces in a block scalar are text with a line end, always true: drop them from {source!r}"
+        )
+    if source.startswith("${{") and source.endswith("}}") and source.count("${{") == 1:
+        return source[3:-2].strip()
+    raise ExpressionError(f"text around ${{{{ }}}} makes the condition a non-empty string, always true: {source!r}")
 
 
 @dataclass(frozen=True)
@@ -84,7 +110,15 @@ class Job:
 
     @property
     def strategy(self) -> Mapping[str, Any]:
-        return self.raw.get("strategy") or {}
+        """As written; a strategy that is one expression has no parts to look at here, `simulate` evaluates it."""
+        stated = self.raw.get("strategy") or {}
+        return {} if isinstance(stated, str) else stated
+
+    @property
+    def container(self) -> Mapping[str, Any]:
+        """`container: IMAGE` is `container: {image: IMAGE}`; an empty one is none."""
+        stated = self.raw.get("container") or {}
+        return {"image": stated} if isinstance(stated, str) else stated
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -141,6 +175,8 @@ class Workflow:
                 raise WorkflowError(f"{path}: job {job.id} needs {unknown[0]!r}, which does not exist")
         workflow = cls(path, str(raw.get("name", path)), _triggers(raw["on"]), jobs, raw)
         workflow.order  # noqa: B018 - a cycle is an error of loading
+        for job in jobs.values():
+            workflow.permissions(job)
         return workflow
 
     @functools.cached_property
@@ -179,12 +215,29 @@ class Workflow:
 
     def permissions(self, job: Job) -> dict[str, str] | None:
         """Effective permissions of a job: its own, else the workflow's; None when neither states any."""
-        stated = job.raw.get("permissions", self.raw.get("permissions"))
-        if stated is None:
-            return None
-        if isinstance(stated, str):
-            raise WorkflowError(f"{self.path}: job {job.id}: permissions {stated!r} must be a list of scopes")
-        return {str(k): str(v) for k, v in stated.items()}
+        for owner, raw in ((f"job {job.id}: ", job.raw), ("", self.raw)):
+            if "permissions" in raw:
+                return _permissions(f"{self.path}: {owner}permissions", raw["permissions"])
+        return None
+
+    @property
+    def concurrency(self) -> Mapping[str, Any]:
+        """`concurrency: GROUP` is `concurrency: {group: GROUP}`."""
+        stated = self.raw.get("concurrency") or {}
+        return {"group": stated} if isinstance(stated, str) else stated
+
+
+def _permissions(place: str, stated: Any) -> dict[str, str]:
+    """Scope -> level. `read-all` and `write-all` are spelled out."""
+    if stated in ("read-all", "write-all"):
+        level = stated.removesuffix("-all")
+        return {scope: level for scope in SCOPES if level == "write" or scope != "id-token"}
+    if not isinstance(stated, dict):
+        raise WorkflowError(f"{place}: {stated!r} is neither a mapping of scopes nor read-all or write-all")
+    wrong = [f"{scope}: {level}" for scope, level in stated.items() if level not in ("read", "write", "none")]
+    if wrong:
+        raise WorkflowError(f"{place}: {wrong[0]} is neither read, write nor none")
+    return {str(scope): str(level) for scope, level in stated.items()}
 
 
 def _triggers(on: Any) -> dict[str, Any]:
@@ -203,7 +256,9 @@ def _job(path: str, name: str, body: Any) -> Job:
     condition = body.get("if")
     try:
         if condition is not None:
-            condition = strip_braces("true" if condition is True else "false" if condition is False else str(condition))
+            text = condition if isinstance(condition, str) else json.dumps(condition)
+            # An empty condition is none: the implicit success() stays.
+            condition = strip_braces(text) or None
         job = Job(name, needs, condition, body.get("uses"), body)
         job.tree()
     except ExpressionError as error:
@@ -213,8 +268,13 @@ def _job(path: str, name: str, body: Any) -> Job:
 
 def load_all(root: Path) -> dict[str, Workflow]:
     """Every workflow of a repository by its file name."""
+    return {path.name: Workflow.load(path) for path in workflow_files(root)}
+
+
+def workflow_files(root: Path) -> list[Path]:
+    """All files that GitHub reads as workflows: both endings."""
     folder = root / ".github" / "workflows"
-    return {path.name: Workflow.load(path) for path in sorted(folder.glob("*.yml"))}
+    return sorted(path for path in folder.glob("*") if path.suffix in (".yml", ".yaml") and path.is_file())
 
 
 def all_strings(value: Any, place: str = "") -> Iterator[tuple[str, str]]:

@@ -46,7 +46,8 @@ def run_node(script: str, args: Sequence[str] = (), *, stdin: Any = None, timeou
 
 def official_parse(paths: Sequence[Path]) -> dict[str, Any]:
     """GitHub's parser on workflow files: `{path: {"errors": [...], "jobs": {...}}}`."""
-    return run_node("parse.mjs", [str(path.resolve()) for path in paths])
+    answer: dict[str, Any] = run_node("parse.mjs", [str(path.resolve()) for path in paths])
+    return answer
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ PRELUDE = "set -euo pipefail\n"
 
 @cache
 def _lock() -> dict[str, dict[str, str]]:
-    return parse_yaml(LOCK.read_text(encoding="utf-8"))
+    locked: dict[str, dict[str, str]] = parse_yaml(LOCK.read_text(encoding="utf-8"))
+    return locked
 
 
 def action(name: str) -> Pinned:

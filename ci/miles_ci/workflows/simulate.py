@@ -7,6 +7,7 @@ matrices, reusable workflows, cancellation. Steps are not executed (see the act 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,7 +116,10 @@ def simulate(
         needs = {n: {"result": states[n].result, "outputs": dict(states[n].outputs)} for n in job.needs}
         env = Env({**base, "needs": needs}, status_of(workflow.closure(job_id), states, event.cancelled))
         run = _Run(workflow, job, event, env, results or {}, states, resolve, explain, _depth, _prefix)
-        states[job_id] = run.state()
+        try:
+            states[job_id] = run.state()
+        except ExpressionError as error:
+            raise WorkflowError(f"{workflow.path}: job {job_id}: {error}") from error
     return states
 
 
@@ -134,11 +138,7 @@ class _Run:
 
     def state(self) -> JobState:
         job = self.job
-        try:
-            wanted = is_truthy(job.effective_condition(self.env))
-        except ExpressionError as error:
-            raise WorkflowError(f"{self.workflow.path}: job {job.id}: {error}") from error
-        if not wanted:
+        if not is_truthy(job.effective_condition(self.env)):
             return JobState("skipped", self.why_not() if self.explain else "", self.empty_outputs())
         legs = self.expand()
         if legs is not None and not legs:
@@ -176,10 +176,10 @@ class _Run:
 
     def expand(self) -> list[dict[str, Any]] | None:
         """Matrix legs, None without a matrix. Uses `include`/`exclude` as GitHub does for added legs."""
-        raw = self.job.strategy.get("matrix")
+        raw = self.strategy.get("matrix")
         if raw is None:
             return None
-        env = Env({name: self.env.contexts[name] for name in STRATEGY if name in self.env.contexts})
+        env = self.strategy_env
         try:
             matrix = interpolate(raw, env) if isinstance(raw, str) else raw
         except ExpressionError as error:
@@ -188,12 +188,34 @@ class _Run:
             raise WorkflowError(f"job {self.job.id}: matrix must be an object, got {to_text(matrix)!r}")
         return expand_matrix({key: interpolate(value, env) for key, value in matrix.items()})
 
+    @property
+    def strategy_env(self) -> Env:
+        return Env({name: self.env.contexts[name] for name in STRATEGY if name in self.env.contexts})
+
+    @functools.cached_property
+    def strategy(self) -> Mapping[str, Any]:
+        """With expressions evaluated, except the matrix, which `expand` reads."""
+        stated = self.job.raw.get("strategy") or {}
+        whole = isinstance(stated, str)
+        try:
+            if whole:
+                stated = interpolate(stated, self.strategy_env)
+            if not isinstance(stated, dict):
+                raise WorkflowError(f"job {self.job.id}: strategy must be a mapping, got {to_text(stated)!r}")
+            rest = {k: v if whole or k == "matrix" else interpolate(v, self.strategy_env) for k, v in stated.items()}
+        except ExpressionError as error:
+            raise WorkflowError(f"{self.workflow.path}: job {self.job.id}: strategy: {error}") from error
+        limit = rest.get("max-parallel")
+        if limit is not None and not (isinstance(limit, int | float) and limit >= 1):
+            raise WorkflowError(f"job {self.job.id}: max-parallel must be a number above 0, got {to_text(limit)!r}")
+        return rest
+
     def matrix(self, outcome: Outcome, count: int) -> JobState:
         given = list(outcome.legs) or [outcome.result] * count
         if len(given) != count:
             raise WorkflowError(f"job {self.job.id}: {len(given)} leg results for {count} legs")
-        legs = matrix_results(given, fail_fast=self.job.strategy.get("fail-fast", True) is not False)
-        limit = self.job.strategy.get("max-parallel") or count
+        legs = matrix_results(given, fail_fast=self.strategy.get("fail-fast", True) is not False)
+        limit = self.strategy.get("max-parallel") or count
         outputs = self.empty_outputs() | dict(outcome.outputs)
         return JobState(
             worst(legs), f"ran {count} legs, at most {min(int(limit), count)} at once", outputs, tuple(legs)
@@ -229,7 +251,7 @@ class _Run:
             leg_results.append(worst([state.result for state in inner.values()]))
             merged |= {f"{name}[{at}]" if legs is not None else name: state for name, state in inner.items()}
         if legs is not None:
-            leg_results = matrix_results(leg_results, fail_fast=self.job.strategy.get("fail-fast", True) is not False)
+            leg_results = matrix_results(leg_results, fail_fast=self.strategy.get("fail-fast", True) is not False)
         outputs = self.call_outputs(called, merged if legs is None else {}, inputs)
         return JobState(
             worst(leg_results), f"called {called.path}", outputs, tuple(leg_results if legs else ()), merged
@@ -287,11 +309,6 @@ def false_part(condition: str, env: Env) -> str:
     return condition
 
 
-def counts_as_passed(result: str) -> bool:
-    """Whether GitHub lets a required check with this result through: a skipped one passes, so a required check never skips."""
-    return result in ("success", "skipped")
-
-
 def _read(contexts: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     value: Any = contexts
     for part in path:
@@ -316,6 +333,10 @@ def matrix_results(legs: Sequence[str], *, fail_fast: bool) -> list[str]:
 
 def expand_matrix(matrix: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Cartesian product, minus `exclude`, plus `include` (which extends legs it does not contradict)."""
+    for key, value in matrix.items():
+        rows = key in ("include", "exclude")
+        if not isinstance(value, list) or (rows and not all(isinstance(row, dict) for row in value)):
+            raise WorkflowError(f"matrix.{key} must be a list{' of mappings' if rows else ''}, got {to_text(value)!r}")
     axes = {key: list(value) for key, value in matrix.items() if key not in ("include", "exclude")}
     legs: list[dict[str, Any]] = [{}] if axes else []
     for key, values in axes.items():
@@ -364,7 +385,6 @@ __all__ = [
     "Event",
     "JobState",
     "Outcome",
-    "counts_as_passed",
     "expand_matrix",
     "false_part",
     "local_resolver",

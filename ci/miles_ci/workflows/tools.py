@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_ci.workflows import node_tools
+from miles_ci.workflows.model import workflow_files
 
 HERE = Path(__file__).parent
 
@@ -85,5 +86,5 @@ TOOLS: tuple[Callable[[Path, Sequence[Path]], ToolReport], ...] = (
 
 def run_tools(root: Path) -> list[ToolReport]:
     """Every tool on every workflow file of a repository."""
-    files = sorted((root / ".github" / "workflows").resolve().glob("*.yml"))
+    files = workflow_files(root.resolve())
     return [tool(root, files) for tool in TOOLS]

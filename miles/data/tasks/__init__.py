@@ -46,3 +46,6 @@ def build_task(config: DataConfig, seed: int) -> Task:
 
     assert config.jsonl is not None
     return JsonlFile(config.jsonl, seed)
+
+
+__all__ = ["TaskItem", "build_task"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from miles_ci.bot.access import read_pull
 from miles_ci.bot.github import CHECK_LIMIT, Client, GitHubError, clip
@@ -136,7 +137,7 @@ def _superseded(client: Client, request: Request) -> bool:
         return False
 
 
-def _read_comment(client: Client, comment_id: int) -> dict | None:
+def _read_comment(client: Client, comment_id: int) -> dict[str, Any] | None:
     if comment_id <= 0:
         return None
     try:
@@ -162,7 +163,7 @@ def _patch_or_create(client: Client, request: Request, comment_id: int, body: st
 
 
 def _create(client: Client, request: Request, body: str, bot_id: int) -> str:
-    def proof() -> dict | None:
+    def proof() -> dict[str, Any] | None:
         return find_comment(client, request.pull_number, bot_id, request.request_id)
 
     created = client.post(f"{{repo}}/issues/{request.pull_number}/comments", {"body": body}, proof=proof)

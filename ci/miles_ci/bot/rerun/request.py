@@ -31,7 +31,10 @@ class Request:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Request:
         """Raises `UsageError` naming the first input that does not fit."""
-        get = lambda name, required=True: variable(name, environ, required=required)  # noqa: E731
+
+        def get(name: str, required: bool = True) -> str:
+            return variable(name, environ, required=required)
+
         number, comment = get("PULL_NUMBER"), get("COMMAND_COMMENT_ID")
         for name, value in (("PULL_NUMBER", number), ("COMMAND_COMMENT_ID", comment)):
             if not re.fullmatch(r"[1-9]\d{0,15}", value):

@@ -20,8 +20,6 @@ class DriverError(Exception):
 class Driver(Protocol):
     """What a health check needs of CUDA and HIP alike. Devices are indices among the visible ones."""
 
-    library: str
-
     def init(self) -> None: ...
     def count(self) -> int: ...
     def version(self) -> int: ...
@@ -44,7 +42,6 @@ class Library:
         for name in names:
             try:
                 self._handle = ctypes.CDLL(name)
-                self.library = name
                 return
             except OSError:
                 continue

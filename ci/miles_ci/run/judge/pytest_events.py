@@ -294,7 +294,3 @@ def disagreement_about(path: str, exit_code: int, junit: JUnitCounts | None, obs
     if by_file.get(path, 0) and path not in events:
         return f"JUnit counts {by_file[path]} failing test(s) of this file, the runner's own record none"
     return None
-
-
-def failed_nodes(failures: Iterable[Failure]) -> list[str]:
-    return sorted({failure.node for failure in failures})

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import warnings
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def _check_lease(writer: EventWriter) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item):
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Each file has a metrics folder of its own, also where several files share a process."""
     base = os.environ.get("MILES_CI_METRICS_DIR")
     if base is None:
@@ -194,7 +195,7 @@ class EventWriter:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Attach the exception in plain form; xdist carries such attributes from the worker to the controller."""
     report = yield
     if report.failed and call.excinfo is not None:
@@ -203,7 +204,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_report_to_serializable():
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
     """What a worker sends must be valid text: half of a surrogate pair would end the worker, and with it the run."""
     return valid_text((yield))
 
@@ -218,7 +219,7 @@ def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector):
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
     try:
         report = yield
     except (SystemExit, KeyboardInterrupt, pytest.exit.Exception) as error:

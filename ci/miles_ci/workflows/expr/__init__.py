@@ -5,7 +5,7 @@ closure, `status_functions` names the status functions a tree really calls (a co
 not count). Left out: template strings around expressions, which `miles_ci.workflows.model` handles.
 """
 
-from miles_ci.workflows.expr.evaluate import Env, compile_tree, evaluate, hash_files, interpolate
+from miles_ci.workflows.expr.evaluate import Env, compile_tree, evaluate, interpolate
 from miles_ci.workflows.expr.syntax import (
     STATUS_FUNCTIONS,
     ExpressionError,
@@ -24,7 +24,6 @@ __all__ = [
     "compile_tree",
     "context_paths",
     "evaluate",
-    "hash_files",
     "interpolate",
     "is_truthy",
     "parse",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from miles_ci.workflows.expr.syntax import (
@@ -223,21 +221,6 @@ _BUILT_IN: dict[str, Callable[..., Any]] = {
     "startswith": _affix("startswith"),
     "tojson": dump_json,
 }
-
-
-def hash_files(root: Path) -> Callable[..., str]:
-    """`hashFiles` for a checkout: SHA-256 over the SHA-256 of each matching file in path order, empty for none."""
-
-    def function(*patterns: Any) -> str:
-        globs = [to_text(pattern) for pattern in patterns]
-        found = {path for glob in globs if not glob.startswith("!") for path in root.glob(glob) if path.is_file()}
-        found -= {path for glob in globs if glob.startswith("!") for path in root.glob(glob[1:])}
-        total = hashlib.sha256()
-        for path in sorted(found):
-            total.update(hashlib.sha256(path.read_bytes()).digest())
-        return total.hexdigest() if found else ""
-
-    return function
 
 
 def evaluate(

@@ -19,7 +19,7 @@ _RADIX = re.compile(r"0([xX][0-9a-fA-F]+|[oO][0-7]+|[bB][01]+)")
 _SPACE = " \t\n\r\v\f\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 
 
-class Filtered(list):
+class Filtered(list[Any]):
     """The result of `.*`: an index applied to it is applied to each item."""
 
 
@@ -154,7 +154,7 @@ def equals(left: Any, right: Any) -> bool:
         return left is right
     if kind == "string":
         return fold(left) == fold(right)
-    return left == right
+    return bool(left == right)
 
 
 def greater(left: Any, right: Any) -> bool:
@@ -164,7 +164,7 @@ def greater(left: Any, right: Any) -> bool:
         return False
     if kind == "string":
         return fold(left).encode("utf-16-be", "surrogatepass") > fold(right).encode("utf-16-be", "surrogatepass")
-    return left > right
+    return bool(left > right)
 
 
 def parse_json(text: str) -> Any:

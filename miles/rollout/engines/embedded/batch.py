@@ -111,6 +111,11 @@ class Batch:
         self.generation += 1
         self.queue.version_came(version)
 
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Device memory by tag."""
+        return {"weights": self.model.store.held_bytes, "kv_cache": self._pass.cache_bytes}
+
     def drop_cache(self) -> None:
         self.pool.invalidate()
         self._pass.drop_cache()

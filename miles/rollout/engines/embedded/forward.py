@@ -22,6 +22,10 @@ class ForwardPass:
         assert self.cache is not None, "nothing computes without a cache"
         return self.cache
 
+    @property
+    def cache_bytes(self) -> int:
+        return 0 if self.cache is None else self.cache.data.untyped_storage().nbytes()
+
     def drop_cache(self) -> None:
         self.cache = None
 

@@ -98,6 +98,10 @@ class Scheduler:
         self._stopping = True
         self._wake()
 
+    def held_bytes(self) -> dict[str, int]:
+        """Device memory by tag (`weights`, `kv_cache`); 0 for what is released."""
+        return self._batch.held_bytes
+
     def load(self) -> dict[str, int]:
         """Counts for `/server_info`; a snapshot, not synchronised."""
         batch = self._batch
@@ -227,6 +231,9 @@ class Scheduler:
             self.state.weights_released()
             self._batch.model.store.release()
             self._refuse_all()
+        if self._batch.model.device.type == "cuda":
+            # The allocator keeps freed memory for this process: hand it to the device.
+            torch.cuda.empty_cache()
         return True
 
     def _restore(self, tags: Sequence[str]) -> None:

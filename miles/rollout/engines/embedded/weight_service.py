@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -66,6 +67,11 @@ class WeightService:
             "/end_weight_update": (messages.read_end, self._end),
             "/abort_weight_update": (messages.read_abort, self._abort),
         }
+
+    @property
+    def waiting_for_nobody(self) -> int:
+        """Waits on the network that their clients left; each ends at its own limit."""
+        return self._waits.abandoned
 
     @property
     def post_routes(self) -> tuple[str, ...]:
@@ -212,16 +218,7 @@ class WeightService:
             raise WeightUpdateError(
                 "busy", f"{self._waits.abandoned} joins whose clients left still wait", fatal=False, retry_after_s=1.0
             )
-        join = functools.partial(
-            WeightGroup,
-            message.name,
-            address=message.address,
-            port=message.port,
-            rank=message.rank,
-            size=message.size,
-            backend=message.backend,
-            timeout_s=message.timeout_s,
-        )
+        join = functools.partial(WeightGroup, **asdict(message))
         try:
             self._group = await self._waits.run(join, caller)
         except (RuntimeError, OSError, ValueError) as error:

@@ -33,3 +33,6 @@ def build_reward(config: RewardConfig, data: DataConfig | None = None) -> Reward
     if config.kind == "task":
         return task(config.options, data)
     return KINDS[config.kind](config.options)
+
+
+__all__ = ["build_reward"]

@@ -14,7 +14,7 @@ from miles_ci.cli import main
 from miles_ci.errors import UsageError
 from miles_ci.plan.model import Plan, Shard, SuitePlan, Unit
 from miles_ci.report import junit, merge, untrusted
-from miles_ci.report.results import by_signature, load_all, summary
+from miles_ci.report.results import load_all, summary
 from miles_ci.run import results
 from miles_ci.run.results import Attempt, FailureRecord, MetricVerdict, Provisional, RunInfo, ShardResults, TestResult
 
@@ -228,16 +228,6 @@ def test_cleaned_text_is_always_readable_as_xml(text):
     element.text = junit.clean(text)
     read = ElementTree.fromstring(ElementTree.tostring(element, encoding="unicode")).text or ""
     assert set(read) <= set(text) | {"\n"}  # XML reads a carriage return as a line end
-
-
-def test_same_failures_are_grouped_and_the_largest_group_comes_first():
-    def failing(name: str, signature: str) -> TestResult:
-        record = FailureRecord(f"tests/fast/test_{name}.py::test_a", "E", "m", signature)
-        return passed(name, outcome="failed", attempts=(Attempt(1, "failed", 1.0, failures=(record,)),))
-
-    shard = shard_of(PLAN, 1, [failing("a", "1" * 16), failing("b", "2" * 16), failing("c", "2" * 16)])
-    groups = by_signature([shard])
-    assert [(group.signature[0], len(group.nodes)) for group in groups] == [("2", 2), ("1", 1)]
 
 
 def test_summary_tells_what_blocks_what_leaked_and_the_code():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from miles_ci.workflows.expr import (
     ExpressionError,
     context_paths,
     evaluate,
-    hash_files,
     interpolate,
     parse,
     status_functions,
@@ -104,17 +101,3 @@ def test_a_lone_expression_keeps_its_kind_and_mixed_text_becomes_a_string() -> N
     assert interpolate("${{ inputs.n }}", env) == 3.0
     assert interpolate("x-${{ inputs.n }}-${{ '}}' }}", env) == "x-3-}}"
     assert interpolate(7, env) == 7
-
-
-def test_hash_files_hashes_matching_files_in_order_and_is_empty_for_none(tmp_path: Path) -> None:
-    (tmp_path / "a.lock").write_bytes(b"1")
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d/b.lock").write_bytes(b"2")
-    calls = {"hashFiles": hash_files(tmp_path)}
-    wanted = hashlib.sha256(hashlib.sha256(b"1").digest() + hashlib.sha256(b"2").digest()).hexdigest()
-    assert evaluate("hashFiles('**/*.lock')", {}, calls) == wanted
-    assert (
-        evaluate("hashFiles('**/*.lock', '!d/*.lock')", {}, calls)
-        == hashlib.sha256(hashlib.sha256(b"1").digest()).hexdigest()
-    )
-    assert evaluate("hashFiles('nothing')", {}, calls) == ""

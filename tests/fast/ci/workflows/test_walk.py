@@ -15,7 +15,6 @@ from miles_ci.workflows.emit import fold
 from miles_ci.workflows.lint import job_rules, lint
 from miles_ci.workflows.model import Workflow, WorkflowError
 from miles_ci.workflows.rules import NEEDS_TABLE, rules_for
-from miles_ci.workflows.simulate import counts_as_passed
 from miles_ci.workflows.walk import Violation, walk, walk_job
 
 LIMIT_S = 30
@@ -171,8 +170,6 @@ def test_a_condition_github_would_refuse_is_an_error_and_not_a_pass(workflows: M
 def test_the_required_check_is_never_skipped_because_a_skipped_one_would_pass(
     workflows: Mapping[str, Workflow],
 ) -> None:
-    assert counts_as_passed("skipped")
-    assert not counts_as_passed("cancelled")
     for name in ("pr-test.yml", "pr-test-rocm.yml"):
         check = workflows[name].jobs["required-check"]
         assert check.condition == "always()"

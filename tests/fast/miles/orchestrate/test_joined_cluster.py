@@ -69,7 +69,7 @@ def node(name: str, *, alive: bool = True, **resources: float) -> dict[str, Any]
         "Alive": alive,
         "NodeManagerAddress": f"address of {name}",
         "NodeManagerPort": 1,
-        "Resources": resources,
+        "Resources": {"memory": 7.0, **resources},
     }
 
 
@@ -112,9 +112,9 @@ def test_a_cluster_that_does_not_take_the_driver_says_why(ray, monkeypatch) -> N
 
 
 def test_living_nodes_are_read_with_all_they_have_or_with_what_is_free(ray) -> None:
-    whole = ClusterFacts((NodeFacts("a", "address of a", 4, 0), NodeFacts("b", "address of b", 2, 2)), "b")
+    whole = ClusterFacts((NodeFacts("a", "address of a", 4, 0, 7), NodeFacts("b", "address of b", 2, 2, 7)), "b")
     assert read_facts(free=False) == whole
-    free = ClusterFacts((NodeFacts("a", "address of a", 0, 0), NodeFacts("b", "address of b", 1, 1)), "b")
+    free = ClusterFacts((NodeFacts("a", "address of a", 0, 0, 7), NodeFacts("b", "address of b", 1, 1, 7)), "b")
     assert read_facts(free=True) == free
 
 

@@ -13,6 +13,7 @@ import pytest
 from miles.data.sample import Sample, Status, validate_sample
 from miles.orchestrate import loop as loop_module
 from miles.orchestrate.backends import open_rollout
+from miles.orchestrate.device_sharing import device_sharing
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.loop import TrainingLoop, check_engines
@@ -50,6 +51,20 @@ class FakeActorGroup:
     async def on_all_workers(self, method: str, *arguments: Any) -> list[Any]:
         self.events.append((method, *arguments))
         return [{URL: self.engine}, None] if method == "send_weights" else ["", ""]
+
+    async def connect(self) -> None:
+        self.events.append(("connect",))
+
+
+class FakeEngines:
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        self.events.append(("release", *tags))
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        self.events.append(("resume", *tags))
 
 
 class FakeRollout:
@@ -89,19 +104,22 @@ def make_loop(recipe: Make, monkeypatch: pytest.MonkeyPatch):
         gates: Sequence[dict[str, Any]] = (),
         algo: dict[str, Any] | None = None,
         rows: list[Any] | None = None,
+        mode: str = "disaggregated",
         **run: Any,
     ) -> TrainingLoop:
         made = recipe(run=run, quant={"gates": gates}, algo=algo or {})
+        group = FakeActorGroup(events, **(actors or {}))
         rows = [] if rows is None else rows
         return TrainingLoop(
             made,
-            FakeActorGroup(events, **(actors or {})),
+            group,
             FakeRollout(events),
             locate(made, []),
             schedule_config(made, pad_id=0, flops=None),
             lambda row: (events.append(("row", row["step"], row["weight_version"])), rows.append(row)),
             lambda: events.append(("durable",)),
             GradientWatch(made.algo, made.run.no_gradient_warning_steps, lambda text: events.append(("warn", text))),
+            devices=device_sharing(mode, group, FakeEngines(events)),
             version=version,
         )
 
@@ -192,6 +210,48 @@ def test_check_names_only_the_engines_that_failed() -> None:
     with pytest.raises(RunError) as raised:
         check_engines(7, {"a": "serving", "b": "gone"})
     assert str(raised.value).startswith("weight version 7 did not reach every engine: b: gone; what was saved is kept")
+
+
+def test_colocated_engines_give_their_memory_away_while_the_trainer_trains(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, mode="colocated", steps=2, checkpoint_every=10).run(0))
+    first = events[: events.index(("row", 0, 1))]
+    assert [event[:3] if event[0] != "train" else ("train",) for event in first] == [
+        ("start", 0),
+        ("collect", 0),
+        ("release", "kv_cache", "weights"),
+        ("wake",),
+        ("train",),
+        ("sleep",),
+        ("resume", "weights"),
+        ("send_weights", 1),
+        ("resume", "kv_cache"),
+        ("on_new_version", 1),
+    ]
+    assert names(events, "prefetch") == [], "an engine without weights takes no requests"
+    assert names(events, "connect") == []
+
+
+def test_colocated_engines_get_their_version_again_after_a_step_that_made_none(make_loop) -> None:
+    events: list[Any] = []
+    loop = make_loop(events, mode="colocated", actors={"skip": {1}}, steps=3, checkpoint_every=10)
+    asyncio.run(loop.run(0))
+    told = names(events, "connect", "resume", "send_weights", "on_new_version", "on_skipped_step")
+    assert told[3:8] == [
+        ("on_new_version", 1),
+        ("connect",),
+        ("resume", "weights"),
+        ("send_weights", 1),
+        ("resume", "kv_cache"),
+    ]
+    assert told[8] == ("on_skipped_step",)
+    assert names(events, "row") == [("row", 0, 1), ("row", 1, 1), ("row", 2, 2)]
+
+
+def test_disaggregated_engines_are_left_alone(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, actors={"skip": {1}}, steps=3, checkpoint_every=10).run(0))
+    assert names(events, "release", "resume", "wake", "sleep", "connect") == []
 
 
 def test_steps_that_teach_nothing_are_counted_in_their_rows_and_told(make_loop) -> None:

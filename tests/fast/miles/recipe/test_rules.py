@@ -65,7 +65,7 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"max_new_tokens": 64}), facts()),
     ),
     "DEVICES": (
-        (recipe(engine={"device": "cuda"}), facts()),
+        (recipe(engine={"device": "cuda"}, placement={"mode": "colocated"}), facts()),
         (recipe(engine={"device": "cuda:3"}), facts()),
     ),
     "TEACHER": (

@@ -89,6 +89,14 @@ class TestEmbeddedEngine(EngineContract):
         after = self.post(http, "/generate", body(temperature=0.0))
         assert before["output_ids"] == after["output_ids"]
 
+    def test_what_is_released_is_reported_as_not_held_and_comes_back_whole(self, http):
+        held = self.post(http, "/resume_memory_occupation", {"tags": ["kv_cache"]})["held"]
+        assert held["kv_cache"] > 0
+        assert held["weights"] > 0
+        without = self.post(http, "/release_memory_occupation", {"tags": ["kv_cache"]})["held"]
+        assert without == {"weights": held["weights"], "kv_cache": 0}
+        assert self.post(http, "/resume_memory_occupation", {"tags": ["kv_cache"]})["held"] == held
+
     def test_pause_mode_and_memory_tags_are_checked(self, http):
         assert http.post("/pause_generation", json={"mode": "now"}).json()["field"] == "mode"
         assert http.post("/release_memory_occupation", json={"tags": ["all"]}).json()["field"] == "tags"

@@ -182,7 +182,8 @@ def test_released_weights_are_served_again_after_a_whole_sync_only(engine, pushe
     def post(path, tags):
         return ask(engine.url, f"/{path}", {"tags": tags}, token=engine.token)[0]
 
-    assert post("release_memory_occupation", ["weights", "kv_cache"]) == 200
+    released = ask(engine.url, "/release_memory_occupation", {"tags": ["weights", "kv_cache"]}, token=engine.token)
+    assert (released[0], released[1]["held"]) == (200, {"weights": 0, "kv_cache": 0})
     assert generate(engine)[1]["error"]["type"] == "weights_released"
     assert ask(engine.url, "/parameter_digests", token=engine.token)[0] == 409
     with pytest.raises(NoEngineLeft, match="begin is not possible while the weights are released"):

@@ -1,5 +1,6 @@
 """The weight routes against clients that send nonsense, leave, or come at the wrong time."""
 
+import asyncio
 import http.client
 import socket
 import threading
@@ -9,8 +10,10 @@ import urllib.parse
 import orjson
 import pytest
 import torch
-from sync_engines import ask, status
+from sync_engines import ParameterHost, ask, status
 
+from miles.rollout.engines.embedded.network_wait import Caller
+from miles.rollout.engines.embedded.weight_service import WeightService
 from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(20, "stage-a-cpu", nightly=True)
@@ -21,12 +24,14 @@ def engine(start_engine):
     return start_engine({"w": torch.zeros(4), "v": torch.zeros(2, 2)})
 
 
+BEGIN = {"schema": 1, "run_id": "run", "weight_version": "1", "selector": "all", "plan_digest": "plan",
+         "pause": "retract", "timeout_s": 30.0}  # fmt: skip
+
+
 def begin_body(engine, version=1, **changes):
     about = ask(engine.url, "/parameter_table")[1]
-    body = {"schema": 1, "run_id": "run", "weight_version": str(version), "selector": "all", "plan_digest": "plan",
-            "table_digest": about["tables"][0]["table_digest"], "engine_epoch": about["engine_epoch"],
-            "pause": "retract", "timeout_s": 30.0}  # fmt: skip
-    return {**body, **changes}
+    engine_says = {"table_digest": about["tables"][0]["table_digest"], "engine_epoch": about["engine_epoch"]}
+    return {**BEGIN, **engine_says, "weight_version": str(version), **changes}
 
 
 def in_session(token, version=1, **more):
@@ -188,7 +193,7 @@ def test_an_update_ends_with_the_connection_that_began_it(engine):
 def test_a_join_that_waits_holds_no_lock_once_its_client_left(engine):
     """A rendezvous that accepts and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        body = {**GROUP, "master_port": silent.getsockname()[1], "timeout_s": 5.0}
+        body = {**GROUP, "master_port": silent.getsockname()[1], "timeout_s": 2.0}
         connection = connected(engine, "/init_weights_update_group", body)
         time.sleep(0.3)
         code = []
@@ -197,15 +202,25 @@ def test_a_join_that_waits_holds_no_lock_once_its_client_left(engine):
         waiting.join(0.3)
         assert waiting.is_alive(), "one message at a time"
         connection.close()
-        waiting.join(3)
+        waiting.join(1)
         assert code == [200]
+        assert engine.service.waiting_for_nobody == 1
         assert status(engine)["state"] == "serving"
+    nobody_waits(engine)
+
+
+def nobody_waits(engine):
+    """An abandoned wait ends at its own limit."""
+    deadline = time.monotonic() + 10
+    while engine.service.waiting_for_nobody:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_who_left_while_waiting_for_the_turn_begins_nothing(engine):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         joining = connected(
-            engine, "/init_weights_update_group", {**GROUP, "master_port": silent.getsockname()[1], "timeout_s": 3.0}
+            engine, "/init_weights_update_group", {**GROUP, "master_port": silent.getsockname()[1], "timeout_s": 2.0}
         )
         time.sleep(0.3)
         waiting = connected(engine, "/begin_weight_update", begin_body(engine))
@@ -216,6 +231,26 @@ def test_who_left_while_waiting_for_the_turn_begins_nothing(engine):
         assert ask(engine.url, "/parameter_digests")[0] == 200
     assert status(engine)["state"] == "serving"
     assert not engine.host.paused
+    nobody_waits(engine)
+
+
+def test_another_clients_connection_ends_no_update_even_while_a_message_is_handled():
+    async def scenario():
+        host = ParameterHost({"w": torch.zeros(4)})
+        service = WeightService(host)
+        about = service.describe()
+        body = {**BEGIN, "table_digest": about["tables"][0]["table_digest"], "engine_epoch": about["engine_epoch"]}
+        code, _ = await service.handle("/begin_weight_update", orjson.dumps(body), Caller("own"))
+        phases = [host.state.get().phase]
+        for client in ("another", "own"):
+            async with service._lock:
+                service.connection_closed(client)
+            await asyncio.sleep(0.1)
+            phases.append(host.state.get().phase)
+        await service.close()
+        return code, phases
+
+    assert asyncio.run(scenario()) == (200, ["updating", "updating", "dirty"])
 
 
 def test_a_group_is_not_changed_during_an_update(engine):

@@ -34,6 +34,11 @@ class ParameterStore:
             row += shape[0]
         return storage
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all parameters: 0 while it is released."""
+        return sum(block.untyped_storage().nbytes() for block in self._blocks)
+
     def release(self) -> None:
         """Free the memory; every tensor keeps its shape and must not be read."""
         for block in self._blocks:

@@ -75,6 +75,13 @@ def test_output_that_is_written_below_python_is_counted_too(judge, own_file):
         judge(["a"], kind="python", options=options)
 
 
+def test_a_worker_that_printed_without_end_is_replaced(judge, own_file):
+    options = own_file(HEADER + "    while completion == 'storm': print('x' * 1000)\n    return 1.0\n")
+    judged = judge(["storm", "quiet"], kind="python", options=options, concurrency=1, on_error="mask")
+    assert judged.rewards == [None, 1.0]
+    assert judged.started == 2
+
+
 def test_a_function_cannot_write_its_own_verdict_into_another_call(judge, own_file):
     source = (
         "import json, os, struct, time\n"
