@@ -133,14 +133,23 @@ def test_a_registering_decorator_makes_a_function_reached_and_a_plain_one_does_n
         def helper():
             pass
 
+        class Till:
+            @app.check("cash")
+            def counted(self):
+                pass
+
+            @property
+            def empty(self):
+                pass
+
         @cache
         def slow():
             pass
 
         def sell():
-            return app
+            return app, Till
     """
-    assert check(tmp_path, {"cli.py": MAIN, "stock.py": stock}) == ["shop.stock.slow"]
+    assert check(tmp_path, {"cli.py": MAIN, "stock.py": stock}) == ["shop.stock.Till.empty", "shop.stock.slow"]
 
 
 def test_methods_called_by_a_name_in_a_string_or_by_a_library_are_stated_in_the_settings(tmp_path):
