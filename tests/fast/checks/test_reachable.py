@@ -94,8 +94,9 @@ def test_what_is_reached_by_any_road_is_not_reported(tmp_path, body):
 
 def test_a_program_started_by_its_path_runs(tmp_path):
     stock = "from pathlib import Path\n\ndef sell():\n    return Path(__file__).with_name('sweeper.py')\n"
-    sweeper = "def main():\n    pass\n\nif __name__ == '__main__':\n    main()\n"
-    assert check(tmp_path, {"cli.py": MAIN, "stock.py": stock, "sweeper.py": sweeper}) == []
+    sweeper = "import broom\n\ndef main():\n    broom.sweep()\n\nif __name__ == '__main__':\n    main()\n"
+    files = {"cli.py": MAIN, "stock.py": stock, "sweeper.py": sweeper, "broom.py": "def sweep():\n    pass\n"}
+    assert check(tmp_path, files) == []
 
 
 @pytest.mark.parametrize(
