@@ -26,13 +26,14 @@ from miles.observe.reward_report import MEAN_OVER, write_reward_report
 from miles.observe.tensorboard_events import TensorBoardEvents
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.backends import open_rollout
+from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.device_sharing import device_sharing
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
-from miles.orchestrate.placed_cluster import placed_cluster
+from miles.orchestrate.placed_cluster import check_placement, placed_cluster
 from miles.orchestrate.placement import Placement
 from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
@@ -60,7 +61,11 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     # Rows are a few tokens long: handing them to a thread pool costs more than decoding them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_inputs(recipe)
-    with claimed(locate(recipe, overrides), recipe, fresh=fresh) as folder:
+    located = locate(recipe, overrides)
+    # A finished run is reported on any machine.
+    if fresh or not located.result.exists():
+        check_placement(recipe)
+    with claimed(located, recipe, fresh=fresh) as folder:
         finished = folder.read_result()
         # A log that cannot be read is refused before anything starts.
         rows = read_rows(folder.metrics)
@@ -80,7 +85,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             with (
                 # Worker processes of rewards start beside Ray's.
                 _started_rewards(recipe, tokenizer) as rewards,
-                placed_cluster(recipe) as placement,
+                placed_cluster(recipe, note=progress.stage) as placement,
             ):
                 session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards)
                 rows, evaluation = asyncio.run(session.run())
@@ -123,6 +128,13 @@ class _Session:
         self.tokenizer, self.rewards = tokenizer, rewards
 
     async def run(self) -> tuple[list[Row], dict[str, float]]:
+        """Rows and evaluation; however it ends, what waits for Ray in other threads waits no longer than the sweeper."""
+        try:
+            return await self._run()
+        finally:
+            announce_stop()
+
+    async def _run(self) -> tuple[list[Row], dict[str, float]]:
         recipe, folder = self.recipe, self.folder
         self.progress.stage("starting trainer and engine")
         async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
