@@ -229,6 +229,11 @@ class Fleet(Entry):
         default=[DEFAULT_ROOT], min_length=1, max_length=16, description="folders that hold tests"
     )
     backends: dict[BackendName, Backend] = {}
+    approval_app: int | None = Field(
+        None,
+        ge=1,
+        description="number of the GitHub App that writes approvals; runs of forks see no repository variables",
+    )
     hardware: dict[Name, Hardware] = Field(min_length=1)
     pools: dict[Name, Pool] = {}
     suites: dict[Name, Suite] = Field(min_length=1)

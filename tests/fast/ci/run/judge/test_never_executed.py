@@ -333,10 +333,7 @@ def test_a_class_defined_twice_hides_the_first():
 
 
 def unit(**fields):
-    return Unit(
-        **{**dict(id="t.py", path="t.py", suite="s", kind="test", ms=1, est_source="declared", devices=0, timeout_s=9),
-           **fields}
-    )  # fmt: skip
+    return Unit("t.py", "t.py", "s", "test", 1, "declared", 0, 9, **fields)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +349,7 @@ def unit(**fields):
     ],
 )  # fmt: skip
 def test_left_out_items_of_a_unit_are_those_it_should_have_run(fields, missing):
-    gone = {name: "deselected by -k" for name in ("t.py::test_a", "t.py::test_ab", "t.py::T::test_c[1]")}
+    gone = dict.fromkeys(("t.py::test_a", "t.py::test_ab", "t.py::T::test_c[1]"), "deselected by -k")
     found, allowed = never_executed.left_out(unit(**fields), FileEvidence(left_out=gone))
     assert set(found) == missing
     assert all(text == "deselected by -k; why" for text in allowed.values())
