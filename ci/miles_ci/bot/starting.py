@@ -74,7 +74,7 @@ def run_again(app: Client, run: Run, suite: str = "") -> str:
 
 
 def start_approved(app: Client, pull: PullRequest, default_branch: str, request_id: str) -> list[str]:
-    """What an approval of the head starts: the ROCm run, and the gate of the CUDA run again. Lines for the reply."""
+    """What an approval of the head starts: the ROCm run, and the guard of the CUDA run again. Lines for the reply."""
     lanes: dict[str, Callable[[], str]] = {
         "ROCm": lambda: _rocm(app, pull, default_branch, request_id),
         "CUDA": lambda: _cuda(app, pull),
