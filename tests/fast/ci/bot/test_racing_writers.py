@@ -216,7 +216,8 @@ def test_the_orders_that_are_tried_include_the_overwritten_end(hub: GitHub) -> N
         stands(hub, 1, "running")
         turns = Turns(seed)
         names = ("passed", "lost")
-        turns.run({name: lambda name=name: write_once(client_of(hub, turns, name), name) for name in names})
+        clients = {name: client_of(hub, turns, name) for name in names}
+        turns.run({name: lambda name=name, client=clients[name]: write_once(client, name) for name in names})
         lost += ours(hub)[0].state == "lost"
         hub.comments.clear()
     assert lost > 0
