@@ -52,7 +52,7 @@ def fault(name: str) -> str | None:
     if name in METRICS or any(name.startswith(users) and name != users for users in (REFUSED, REWARD_PARTS)):
         return None
     if name.startswith("eval/"):
-        return "is measured once after the last step, and bounds are kept by what steps report"
+        return "is measured now and then, and a gate needs its metric in every step; bound it in expect"
     same = sorted(metric for metric in METRICS if metric.partition("/")[2] == name.rpartition("/")[2])
     hint = f"did you mean {' or '.join(same)}?" if same else suggestion(name, METRICS)
     return f"is no metric that a step reports; {hint}"

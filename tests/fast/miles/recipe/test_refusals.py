@@ -118,7 +118,7 @@ def test_a_file_whose_prompts_lie_on_one_side_of_the_split_is_refused_before_tra
     rows.write_text('{"prompt": "1=", "answer": "1"}\n')
     sets = ["data.task=jsonl", f"data.jsonl.path={rows}", "expect={}"]
     assert "no prompt of task jsonl is held out" in refusal(*sets)
-    check_or_raise(load(QUICKSTART, [*sets, "run.evaluate_prompts=0"]))
+    check_or_raise(load(QUICKSTART, [*sets, "eval.sets=[]"]))
 
 
 @pytest.fixture
