@@ -15,6 +15,7 @@ __all__ = [
     "files",
     "json_text",
     "metric_names",
+    "metric_table",
     "names",
     "overrides",
     "user_code",

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from miles.config.files import write_atomic
+from miles.config.metric_names import unregistered
 from miles.data.packing import FlopsShape
 from miles.data.prompts import PromptSource
 from miles.data.tokenizer import Tokenizer
@@ -201,9 +202,13 @@ class _Session:
         events = TensorBoardEvents(self.folder.tensorboard, rows) if self.recipe.run.tensorboard else None
         if events is not None:
             stack.callback(events.close)
+        first = len(rows)
 
         def record(row: Row) -> None:
             trained = row["step"] < self.recipe.run.steps
+            # Our fault and not the user's, so no reason to end the run; told in the first step.
+            if len(rows) == first and (unknown := unregistered(row)):
+                self.progress.warn(f"{', '.join(unknown)}: written, but missing in miles/config/metric_table.py")
             if trained and (gap := measured_gap(self.recipe, row, rows)) is not None:
                 self.progress.warn(gap)
             rows.append(row)
