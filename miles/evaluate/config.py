@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from miles.config import StrictModel
+from miles.config.metric_names import SET_NAME
 
 # Prompts of a set that does not say how many and is no file of its own.
 DEFAULT_PROMPTS = 64
@@ -20,7 +21,7 @@ MIN_TEMPERATURE = 1e-6
 class EvalSet(StrictModel):
     """One set of prompts: those that `data` holds out, unless `path` or `task` names others."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,59}$")
+    name: str = Field(pattern=f"^{SET_NAME}$")
     # A file of prompts, read as the training's file is (as JSON lines where training reads none).
     path: Path | None = None
     # Another task than the training's, or the training's with other options.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from miles.evaluate import best
 from miles.evaluate.evaluator import Evaluator
 from miles.evaluate.summary import said
+from miles.observe.progress import Progress
 from miles.orchestrate.actor_group import ActorGroup
 from miles.orchestrate.run_folder import RunFolder
 
@@ -18,13 +18,13 @@ TIME = "time/evaluate"
 
 @dataclass(frozen=True)
 class RunEvaluation:
-    """`keep_best`: the metric whose highest value keeps its checkpoint and export. `note` tells the person who watches."""
+    """`keep_best`: the metric whose highest value keeps its checkpoint and export."""
 
     evaluator: Evaluator
     actors: ActorGroup
     folder: RunFolder
     keep_best: str | None
-    note: Callable[[str], None]
+    progress: Progress
 
     async def after(self, step: int, version: int, extra: dict[str, Any]) -> dict[str, float]:
         """Metrics of the weights after `step` steps, which every engine serves as `version`; `time/evaluate` in seconds.
@@ -32,9 +32,9 @@ class RunEvaluation:
         `extra`: what a checkpoint of this moment holds beside the trainer's state.
         """
         begun = time.perf_counter()
-        self.note(f"evaluating after {step} steps")
+        self.progress.stage(f"evaluating after {step} steps")
         metrics = await self.evaluator.measure(version)
-        self.note(f"after {step} steps: {said(metrics)}")
+        self.progress.say(f"after {step} steps: {said(metrics)}")
         if self.keep_best is not None:
             await self._keep(step, self.keep_best, metrics[self.keep_best], extra)
         return {**metrics, TIME: time.perf_counter() - begun}
@@ -47,4 +47,4 @@ class RunEvaluation:
         await self.actors.on_all_workers("save", temporary / "checkpoints", extra)
         await self.actors.on_all_workers("export", temporary / "hf_model")
         best.publish(temporary, step=step, metric=metric, value=value)
-        self.note(f"kept the checkpoint after {step} steps: {metric} {value:.3f}")
+        self.progress.say(f"kept the checkpoint after {step} steps: {metric} {value:.3f}")

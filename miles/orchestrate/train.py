@@ -86,7 +86,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             progress.stage("starting Ray")
             with (
                 # Worker processes of rewards start beside Ray's.
-                _started_rewards(recipe, tokenizer) as rewards,
+                started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,
             ):
                 session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards)
@@ -102,7 +102,8 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
 
 
 @contextlib.contextmanager
-def _started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool]:
+def started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool]:
+    """The pool of the recipe's reward function; its processes start and end here."""
     config = recipe.rollout.reward
     pool = RewardPool(config, build_reward(config, recipe.data), tokenizer)
     pool.start()
@@ -237,7 +238,7 @@ class _Session:
         stack.callback(evaluator.close)
         keep = recipe.run.keep_best
         metric = None if keep is None else summary.better_when_higher(keep, recipe.eval)
-        return RunEvaluation(evaluator, actors, self.folder, metric, self.progress.stage)
+        return RunEvaluation(evaluator, actors, self.folder, metric, self.progress)
 
 
 def _steps(recipe: Recipe, rows: list[Row]) -> list[Row]:
