@@ -105,7 +105,7 @@ def evaluate(
     import contextlib
     import json
 
-    from miles.orchestrate.eval_command import checkpoint_model, evaluate as run, show, with_model
+    from miles.orchestrate import eval_command
     from miles.recipe import load
     from miles.recipe.rules import check_or_raise
 
@@ -116,18 +116,18 @@ def evaluate(
     try:
         with contextlib.ExitStack() as stack:
             if checkpoint is not None:
-                model = stack.enter_context(checkpoint_model(loaded, overrides or [], checkpoint))
+                model = stack.enter_context(eval_command.checkpoint_model(loaded, overrides or [], checkpoint))
             assert model is not None
-            loaded = with_model(loaded, model)
+            loaded = eval_command.with_model(loaded, model)
             for finding in check_or_raise(loaded):
                 typer.echo(f"{finding.severity}: {finding}", err=True)
-            metrics = run(loaded, model)
+            metrics = eval_command.evaluate(loaded, model)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
         typer.echo(json.dumps(metrics))
     else:
-        show(metrics, Console())
+        eval_command.show(metrics, Console())
 
 
 @app.command()

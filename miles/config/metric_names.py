@@ -18,9 +18,7 @@ _COLUMNS = frozenset(metric.name for metric in COLUMNS)
 # What a set may be called; part of the names of its metrics.
 SET_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}"
 _EVALUATED = re.compile(
-    "|".join(
-        re.escape(metric.name).replace("<set>", SET_NAME).replace("<k>", "[1-9][0-9]*") for metric in EVALUATION
-    )
+    "|".join(re.escape(metric.name).replace("<set>", SET_NAME).replace("<k>", "[1-9][0-9]*") for metric in EVALUATION)
 )
 
 

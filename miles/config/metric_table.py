@@ -126,7 +126,9 @@ PATTERNS = (
 # Of each evaluation: in the row of the step whose weights it measured before that step trained, the last one in a row of
 # its own. `<set>` is the name of a set of `eval.sets`, `<k>` a number of samples.
 EVALUATION = (
-    Metric("eval/<set>/reward_mean", "reward", "mean reward of all samples; one without a reward counts as 0", signed=True),
+    Metric(
+        "eval/<set>/reward_mean", "reward", "mean reward of all samples; one without a reward counts as 0", signed=True
+    ),
     Metric("eval/<set>/pass_at_<k>", "share", "prompts that one of k samples solves, estimated without bias"),
     Metric(
         "eval/<set>/best_of_<k>",

@@ -38,7 +38,9 @@ def test_a_row_may_hold_columns_metrics_and_names_of_users_and_nothing_else() ->
     row = ["step", "weight_version", "train/loss", "rollout/reward/format", "rollout/refused/zero_std"]
     row += ["eval/held_out/reward_mean", "eval/a.b-2/pass_at_16", "time/evaluate"]
     assert unregistered(row) == []
-    assert unregistered([*row, "train/los", "eval/reward_mean", "eval/x/pass_at_0", "eval/x/y", "steps", "rollout/reward/"]) == [
+    assert unregistered(
+        [*row, "train/los", "eval/reward_mean", "eval/x/pass_at_0", "eval/x/y", "steps", "rollout/reward/"]
+    ) == [
         "train/los",
         "eval/reward_mean",
         "eval/x/pass_at_0",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +54,22 @@ class Killed(BaseException):
 OPERATIONS = [(os, "replace"), (Path, "rename"), (shutil, "rmtree"), (Path, "mkdir"), (os, "fsync")]
 
 
+def dies_after(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Of the operations on the disk, `count` are done and no other."""
+    numbers = iter(range(count))
+
+    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            if next(numbers, None) is None:
+                raise Killed
+            return original(*arguments, **options)
+
+        return operation
+
+    for owner, name in OPERATIONS:
+        patch.setattr(owner, name, dying(getattr(owner, name)))
+
+
 @pytest.mark.parametrize("same_step", [False, True])
 def test_a_kill_at_any_moment_leaves_a_whole_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_step: bool
@@ -61,20 +79,8 @@ def test_a_kill_at_any_moment_leaves_a_whole_best(
         directory = tmp_path / str(moment) / "best"
         directory.parent.mkdir()
         keep(directory, 5, 0.25)
-        left = [moment]
-
-        def dying(original):
-            def operation(*arguments, **options):
-                left[0] -= 1
-                if left[0] < 0:
-                    raise Killed
-                return original(*arguments, **options)
-
-            return operation
-
         with monkeypatch.context() as patch:
-            for owner, name in OPERATIONS:
-                patch.setattr(owner, name, dying(getattr(owner, name)))
+            dies_after(patch, moment)
             try:
                 keep(directory, step, 0.5)
                 done = True

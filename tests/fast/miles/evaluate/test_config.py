@@ -70,10 +70,10 @@ SETS = {"sets": [{"name": "a", "samples_per_prompt": 4, "temperature": 1.0}]}
     ],
 )
 def test_best_must_name_a_set_or_a_metric_that_is_better_when_higher(keep: str, said: str) -> None:
-    with pytest.raises(ValidationError, match="run.keep_best") as raised:
+    with pytest.raises(ValidationError, match=r"run\.keep_best") as raised:
         recipe(eval=SETS, run={"keep_best": keep})
     assert said in str(raised.value)
-    with pytest.raises(ValidationError, match="add a set to eval.sets"):
+    with pytest.raises(ValidationError, match=r"add a set to eval\.sets"):
         recipe(eval={"sets": []}, run={"keep_best": keep})
 
 
@@ -94,7 +94,9 @@ def test_expectations_of_sets_are_known_by_their_names() -> None:
 
 
 def test_held_out_prompts_need_a_share_of_the_data() -> None:
-    with pytest.raises(ValidationError, match=r"eval\.sets held_out takes held-out prompts but data\.held_out_fraction is 0"):
+    with pytest.raises(
+        ValidationError, match=r"eval\.sets held_out takes held-out prompts but data\.held_out_fraction is 0"
+    ):
         recipe(data={"held_out_fraction": 0.0})
     recipe(data={"held_out_fraction": 0.0}, eval={"sets": []})
 

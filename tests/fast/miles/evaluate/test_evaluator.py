@@ -122,7 +122,9 @@ def test_the_same_weights_give_the_same_numbers_whatever_else_was_evaluated() ->
 
 
 def test_what_is_asked_for_is_the_sets_sampling_and_not_trainings() -> None:
-    config = RolloutConfig(batch_groups=1, group_size=2, max_new_tokens=3, top_k=5, min_p=0.1, top_p=0.5, temperature=1.3)
+    config = RolloutConfig(
+        batch_groups=1, group_size=2, max_new_tokens=3, top_k=5, min_p=0.1, top_p=0.5, temperature=1.3
+    )
     engine = FakeEngine()
 
     async def main() -> None:

@@ -80,7 +80,10 @@ def test_options_that_do_not_exist_name_the_set() -> None:
 
 def test_prompts_are_the_same_for_every_seed_of_a_run_and_ids_are_far_from_trainings() -> None:
     def ids(name: str) -> list[int]:
-        return [p.prompt_id for p in read_prompts(chosen(prompts=5).model_copy(update={"name": name}), DATA, Letters(), 0)[1]]
+        return [
+            p.prompt_id
+            for p in read_prompts(chosen(prompts=5).model_copy(update={"name": name}), DATA, Letters(), 0)[1]
+        ]
 
     assert texts(chosen(prompts=5), DATA) == texts(chosen(prompts=5), DATA)
     assert min(ids("a") + ids("b")) >= FIRST_ID

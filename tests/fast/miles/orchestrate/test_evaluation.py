@@ -48,7 +48,9 @@ class Said:
         self.lines.append(text)
 
 
-def evaluation(folder: Path, values: dict[int, float], *, keep: str | None = METRIC, actors: Any = None) -> RunEvaluation:
+def evaluation(
+    folder: Path, values: dict[int, float], *, keep: str | None = METRIC, actors: Any = None
+) -> RunEvaluation:
     return RunEvaluation(FakeEvaluator(values), actors or FakeActors(), RunFolder(folder), keep, Said())
 
 
@@ -79,7 +81,9 @@ def test_checkpoint_and_export_of_the_highest_value_are_kept(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("fails", ["save", "export"])
-def test_a_run_that_dies_while_it_keeps_one_has_the_one_before_and_goes_on_to_the_same(tmp_path: Path, fails: str) -> None:
+def test_a_run_that_dies_while_it_keeps_one_has_the_one_before_and_goes_on_to_the_same(
+    tmp_path: Path, fails: str
+) -> None:
     values = {0: 0.25, 4: 0.75, 8: 0.5}
     after(evaluation(tmp_path, values), 0)
     with pytest.raises(RuntimeError):

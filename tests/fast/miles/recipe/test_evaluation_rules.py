@@ -26,7 +26,10 @@ def test_answers_must_fit_every_limit() -> None:
     made = recipe({"name": "a", "max_new_tokens": 60}, engine={"context_length": 32})
     problems = said(made)
     assert [severity for severity, _, _ in problems] == ["error", "error"]
-    assert "a prompt of 10 tokens and its answer need 70 positions, but the limit of the model's positions is 64" in problems[0][1]
+    assert (
+        "a prompt of 10 tokens and its answer need 70 positions, but the limit of the model's positions is 64"
+        in problems[0][1]
+    )
     assert problems[0][2] == "set its max_new_tokens to at most 54"
     assert "limit of engine.context_length is 32" in problems[1][1]
     assert said(made.model_copy(update={"engine": recipe().engine}), positions=70) == []
@@ -54,7 +57,10 @@ def file(path: Path, numbers: range) -> str:
 
 def test_a_recipe_whose_set_overlaps_training_is_told_before_it_starts(tmp_path: Path) -> None:
     data = {"task": "jsonl", "jsonl": {"path": file(tmp_path / "t.jsonl", range(100))}, "held_out_fraction": 0.0}
-    files = {name: file(tmp_path / f"{name}.jsonl", numbers) for name, numbers in (("part", range(95, 110)), ("none", range(200, 210)))}
+    files = {
+        name: file(tmp_path / f"{name}.jsonl", numbers)
+        for name, numbers in (("part", range(95, 110)), ("none", range(200, 210)))
+    }
     made = recipe(*({"name": name, "path": path} for name, path in files.items()), data=data)
     warnings = [finding for finding in check_or_raise(made) if finding.rule == "EVALUATION"]
     assert [finding.severity for finding in warnings] == ["warning"]
@@ -64,7 +70,9 @@ def test_a_recipe_whose_set_overlaps_training_is_told_before_it_starts(tmp_path:
 def test_what_training_holds_out_is_no_overlap(tmp_path: Path) -> None:
     path = file(tmp_path / "t.jsonl", range(300))
     data = {"task": "jsonl", "jsonl": {"path": path}, "held_out_fraction": 0.5}
-    assert [f for f in check_or_raise(recipe({"name": "held", "prompts": 8}, data=data)) if f.rule == "EVALUATION"] == []
+    assert [
+        f for f in check_or_raise(recipe({"name": "held", "prompts": 8}, data=data)) if f.rule == "EVALUATION"
+    ] == []
     (warning,) = [f for f in check_or_raise(recipe({"name": "all", "path": path}, data=data)) if f.rule == "EVALUATION"]
     count = int(str(warning).split("eval.sets all: ")[1].split()[0])
     # All but what is held out; never all of them.
@@ -72,5 +80,7 @@ def test_what_training_holds_out_is_no_overlap(tmp_path: Path) -> None:
 
 
 def test_a_set_that_cannot_fit_stops_the_recipe() -> None:
-    with pytest.raises(ConfigError, match=r"\[EVALUATION\] eval\.sets a: a prompt of 4 tokens and its answer need 100004 positions"):
+    with pytest.raises(
+        ConfigError, match=r"\[EVALUATION\] eval\.sets a: a prompt of 4 tokens and its answer need 100004 positions"
+    ):
         check_or_raise(recipe({"name": "a", "max_new_tokens": 100_000}))
