@@ -103,7 +103,6 @@ def evaluate(
 
     from miles.orchestrate import eval_command
     from miles.recipe import load
-    from miles.recipe.rules import check_or_raise
 
     if (model is None) == (checkpoint is None):
         raise ConfigError("name either --model DIR or --checkpoint N: what to evaluate")
@@ -114,10 +113,7 @@ def evaluate(
             if checkpoint is not None:
                 model = stack.enter_context(eval_command.checkpoint_model(loaded, overrides or [], checkpoint))
             assert model is not None
-            loaded = eval_command.with_model(loaded, model)
-            for finding in check_or_raise(loaded):
-                typer.echo(f"{finding.severity}: {finding}", err=True)
-            metrics = eval_command.evaluate(loaded, model)
+            metrics = eval_command.evaluate(loaded, model, warn=lambda text: typer.echo(text, err=True))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if as_json:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -22,9 +22,9 @@ from miles.evaluate.evaluator import Evaluator
 from miles.evaluate.summary import PREFIX
 from miles.orchestrate.backends import start_engine
 from miles.orchestrate.run_folder import RunFolder, locate
+from miles.orchestrate.startable import check_start
 from miles.orchestrate.train import started_rewards
 from miles.recipe import Recipe
-from miles.recipe.inputs import check_files, first_prompts
 from miles.rollout.access import new_token
 from miles.rollout.config import EngineConfig
 from miles.rollout.pool import EnginePool
@@ -69,12 +69,18 @@ def _checkpoint(run: RunFolder, step: int) -> Path:
     raise ConfigError(f"{run.path}: has no checkpoint after {step} steps; {there}")
 
 
-def evaluate(recipe: Recipe, model: Path, *, logs: Path | None = None) -> dict[str, float]:
-    """Metrics of every set, by name. `logs`: folder for the engines' messages, else they come to stderr."""
+def evaluate(
+    recipe: Recipe, model: Path, *, warn: Callable[[str], None] = lambda _: None, logs: Path | None = None
+) -> dict[str, float]:
+    """Metrics of every set for a model folder, by name.
+
+    `warn` is told what the recipe's rules say; `logs`: folder for the engines' messages, else they come to stderr.
+    """
     if not recipe.eval.sets:
         raise ConfigError("eval.sets is empty, so there is nothing to evaluate; name a set")
-    check_files(recipe)
-    first_prompts(recipe)
+    recipe = with_model(recipe, model)
+    for finding in check_start(recipe):
+        warn(f"{finding.severity}: {finding}")
     tokenizer, token = Tokenizer(model), new_token()
     with contextlib.ExitStack() as stack:
         rewards = stack.enter_context(started_rewards(recipe, tokenizer))

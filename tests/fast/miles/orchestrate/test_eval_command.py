@@ -31,11 +31,11 @@ def test_a_checkpoint_is_evaluated_as_its_model_is_and_nothing_is_left(run) -> N
     made, folder = run
     before = sorted(path.name for path in folder.path.iterdir())
     with checkpoint_model(made, [], 0) as model:
-        found = evaluate(with_model(made, model), model)
+        found = evaluate(made, model)
     assert sorted(path.name for path in folder.path.iterdir()) == before
     assert found["eval/a/prompts"] == 3.0
     assert 0.0 <= found["eval/b/pass_at_2"] <= 1.0
-    assert found == evaluate(with_model(made, folder.created_model), folder.created_model, logs=folder.logs)
+    assert found == evaluate(made, folder.created_model, logs=folder.logs)
     assert (folder.logs / "engine-0.log").exists()
 
 
