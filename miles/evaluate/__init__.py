@@ -5,4 +5,4 @@
 processes answer (`miles.orchestrate.evaluation`, `miles.orchestrate.eval_command`).
 """
 
-__all__ = ["best", "config", "estimators", "evaluator", "prompt_sets", "summary"]
+__all__ = ["best", "config", "evaluator", "prompt_sets", "summary"]

@@ -18,6 +18,7 @@ from miles.config import ConfigError
 from miles.config.files import storage_error
 from miles.config.overrides import parse_override
 from miles.data.tokenizer import Tokenizer
+from miles.evaluate.best import read_best
 from miles.evaluate.evaluator import Evaluator
 from miles.evaluate.summary import PREFIX
 from miles.orchestrate.backends import start_engine
@@ -60,12 +61,13 @@ def checkpoint_model(recipe: Recipe, overrides: Sequence[str], step: int) -> Ite
 
 
 def _checkpoint(run: RunFolder, step: int) -> Path:
-    places = [run.checkpoints / f"iter_{step}", run.best / f"step_{step}" / "checkpoints" / f"iter_{step}"]
-    for path in places:
-        if path.is_dir():
-            return path
-    found = {int(path.name[5:]) for path in run.path.glob("**/checkpoints/iter_*") if path.name[5:].isdecimal()}
-    there = f"it has those of {', '.join(map(str, sorted(found)))}" if found else "it has none"
+    steps = {int(path.name[5:]): path for path in run.checkpoints.glob("iter_*") if path.name[5:].isdecimal()}
+    best = read_best(run.best)
+    if best is not None:
+        steps.setdefault(best.step, best.checkpoint)
+    if step in steps:
+        return steps[step]
+    there = f"it has those of {', '.join(map(str, sorted(steps)))}" if steps else "it has none"
     raise ConfigError(f"{run.path}: has no checkpoint after {step} steps; {there}")
 
 

@@ -290,7 +290,11 @@ def _idle(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 def _evaluation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     positions = facts.hf_config.get("max_position_embeddings")
     for severity, message, fix in evaluation_rules.objections(
-        recipe, positions=positions, longest=facts.longest_evaluated, overlap=facts.overlap
+        recipe,
+        positions=positions,
+        trained=facts.longest_prompt,
+        longest=facts.longest_evaluated,
+        overlap=facts.overlap,
     ):
         yield Finding("EVALUATION", severity, message, fix)
 

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from miles.config import ConfigError
+from miles.evaluate import best
 from miles.orchestrate.eval_command import checkpoint_model, evaluate, show, with_model
 from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.run_folder import claimed, locate
@@ -23,7 +24,9 @@ def run(recipe):
     made = recipe(eval={"sets": SETS}, rollout={"max_new_tokens": 4})
     with claimed(locate(made, []), made, fresh=False) as folder:
         model = prepare_model(made, folder)
-        hf_to_checkpoint(model, folder.best / "step_0" / "checkpoints")
+        temporary = best.begin(folder.best, 0)
+        hf_to_checkpoint(model, temporary / "checkpoints")
+        best.publish(temporary, step=0, metric="eval/a/reward_mean", value=0.5)
     return made, folder
 
 

@@ -18,8 +18,11 @@ def recipe(*sets: dict[str, Any], **sections: Any) -> Recipe:
     return Recipe.model_validate_json(json.dumps({"name": "r", "eval": {"sets": sets}, **sections}))
 
 
-def said(made: Recipe, *, positions: int | None = 64, longest: int = 10, overlap: int = 0) -> list[tuple[str, ...]]:
-    return list(objections(made, positions=positions, longest={"a": longest}, overlap={"a": overlap}))
+def said(
+    made: Recipe, *, positions: int | None = 64, trained: int = 2, longest: int = 10, overlap: int = 0
+) -> list[tuple[str, ...]]:
+    made = made.model_copy(update={"rollout": made.rollout.model_copy(update={"max_new_tokens": 8})})
+    return list(objections(made, positions=positions, trained=trained, longest={"a": longest}, overlap={"a": overlap}))
 
 
 def test_answers_must_fit_every_limit() -> None:
@@ -43,6 +46,16 @@ def test_max_context_bounds_the_answer_and_must_leave_a_token() -> None:
     (problem,) = said(made, longest=20)
     assert problem[0] == "error"
     assert problem[2] == "raise it to at least 21, or shorten the prompts"
+
+
+def test_what_training_cannot_do_either_is_told_once_by_its_own_rule() -> None:
+    made = recipe({"name": "a"})
+    assert len(said(made, positions=17)) == 1
+    assert said(made, positions=17, trained=10) == []
+    assert said(made, positions=17, trained=9) != []
+    short = recipe({"name": "a"}, rollout={"max_context": 10})
+    assert len(said(short)) == 1
+    assert said(short, trained=10) == []
 
 
 def test_overlap_is_a_warning_with_the_number() -> None:
