@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import read_page
 
 from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=60, suite="stage-b-cpu", nightly=True, timeout=600)
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "fast" / "docs" / "helpers"))
-from pages import read_page
 
 
 def follow(page: str, folder: Path, runs) -> list[str]:

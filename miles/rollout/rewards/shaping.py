@@ -40,7 +40,8 @@ def shape_rewards(samples: Sequence[Sample], config: RewardConfig, *, max_new_to
     written: dict[int, int] = {}
     rewards: dict[int, float] = {}
     for sample in judged:
-        assert sample.loss_mask is not None and sample.reward is not None
+        assert sample.loss_mask is not None
+        assert sample.reward is not None
         written[sample.rollout_id] = written.get(sample.rollout_id, 0) + int(sample.loss_mask.sum())
         rewards[sample.rollout_id] = sample.reward
     terms: dict[str, dict[int, float]] = {}
@@ -53,9 +54,7 @@ def shape_rewards(samples: Sequence[Sample], config: RewardConfig, *, max_new_to
     if (by_length := config.length_normalised) is not None and written:
         solved = [rewards[rollout] >= by_length.solved_from for rollout in written]
         values = length_normalised(list(written.values()), solved)
-        terms[LENGTH] = {
-            rollout: by_length.weight * value for rollout, value in zip(written, values, strict=True)
-        }
+        terms[LENGTH] = {rollout: by_length.weight * value for rollout, value in zip(written, values, strict=True)}
     for sample in judged:
         assert sample.reward is not None
         parts = {name: term[sample.rollout_id] for name, term in terms.items()}

@@ -94,7 +94,9 @@ def test_a_refill_asks_for_what_is_missing_and_the_peer_for_whole_batches():
 def test_at_the_limit_the_run_stops_as_the_peers_does():
     table = [[0.0] * SIZE, [1.0] * SIZE, [0.0, 1.0, 1.0, 1.0]]
     assert peers_choice(table, wanted=3, batch=3, most=2)[0] is None
-    with pytest.raises(RolloutStarved, match=r"step 5: 2 waves of requests .* left 2 of 3 groups missing, 4 were refused .*zero_std 4"):
+    with pytest.raises(
+        RolloutStarved, match=r"step 5: 2 waves of requests .* left 2 of 3 groups missing, 4 were refused .*zero_std 4"
+    ):
         collect(table, wanted=3, step=5, filters={"max_waves": 2})
     batch, _ = collect(table, wanted=3, filters={"max_waves": 9})
     assert batch.metrics["rollout/waves"] > 2
@@ -126,7 +128,9 @@ def test_groups_may_be_compared_by_what_was_judged():
         lengths = iter([1, 2, 3, 4] * 50)
         engine = FakeEngine(finish=lambda _: ("stop", next(lengths)))
         filters = {"chain": [{**DYNAMIC, "part": part}], "max_waves": 2}
-        config = RolloutConfig(batch_groups=1, group_size=SIZE, max_new_tokens=5, filters=filters, reward=options["reward"])
+        config = RolloutConfig(
+            batch_groups=1, group_size=SIZE, max_new_tokens=5, filters=filters, reward=options["reward"]
+        )
         rollout = SyncRollout(config, engine, scored([[1.0] * SIZE]), Letters(), run_seed=3)
         await rollout.start(0)
         return await rollout.collect(0)

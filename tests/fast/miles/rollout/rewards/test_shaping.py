@@ -38,7 +38,9 @@ def test_the_punishment_is_that_of_trl():
     lengths = list(range(130))
     ours = [soft_overlong_punishment(length, limit=limit, buffer=buffer) for length in lengths]
     np.testing.assert_allclose(ours, theirs(completion_ids=[[1] * length for length in lengths]), rtol=1e-12)
-    assert ours[80] == 0.0 and ours[90] == -0.5 and ours[100] == ours[129] == -1.0
+    assert ours[80] == 0.0
+    assert ours[90] == -0.5
+    assert ours[100] == ours[129] == -1.0
 
 
 def test_overlong_answers_lose_up_to_the_penalty_and_the_parts_say_so():
