@@ -16,6 +16,8 @@ from miles.rollout.engines.embedded.models.qwen3_moe import Qwen3Moe
 from miles.rollout.engines.embedded.models.storage import ParameterStore
 from miles.rollout.errors import EngineModelError
 
+__all__ = ["Model", "build_model", "check_served"]
+
 # (layer, q [n, heads, dim], k [n, kv_heads, dim], v [n, kv_heads, dim]) -> [n, heads * dim]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from miles.data.sample import Sample, Status
 from miles.rollout.async_rollout import AsyncRollout
 from miles.rollout.config import RolloutConfig
+from miles.rollout.groups import GroupRunner
 from miles.rollout.rewards import RewardConfig, shape_rewards
 from miles.rollout.rewards.shaping import length_normalised, soft_overlong_punishment
 from miles.rollout.sync_rollout import SyncRollout
@@ -106,16 +107,18 @@ def test_training_sees_shaped_rewards_and_evaluation_judged_ones(stale):
         rollout = kind(config, FakeEngine(), prompts, Letters(), run_seed=1)
         await rollout.start(0)
         trained = await rollout.collect(0)
-        evaluated = None if stale else await rollout.evaluate(prompts.next_groups(2))
         await rollout.close()
-        return trained, evaluated
+        return trained, await GroupRunner(config, FakeEngine(), prompts, Letters(), run_seed=1).run_all(
+            prompts.next_groups(2)
+        )
 
     trained, evaluated = asyncio.run(run())
     # Three of five tokens, all of them in the buffer.
     assert trained.metrics["rollout/reward_mean"] == pytest.approx(0.4)
     assert trained.metrics["rollout/reward/judged"] == 1.0
     assert trained.metrics["rollout/reward/overlong"] == pytest.approx(-0.6)
-    assert evaluated is None or {sample.reward for sample in evaluated.samples} == {1.0}
+    # What an evaluation asks for.
+    assert {sample.reward for group in evaluated for sample in group} == {1.0}
 
 
 @pytest.mark.parametrize(
