@@ -107,6 +107,8 @@ def test_or_trains_on_the_groups_that_there_are():
     batch, _ = collect(table, wanted=3, filters={"max_waves": 1, "at_limit": "train"})
     assert batch.metrics["rollout/filled_groups"] == 2
     assert batch.metrics["rollout/refused/zero_std"] == 2
+    # Each group once, whether it fills the batch or not.
+    assert batch.metrics["rollout/reward_mean_all"] == pytest.approx((0.0 + 1.0 + 0.75) / 3)
     assert len(batch.samples) == 3 * SIZE
     assert {sample.group_id for sample in batch.samples if not sample.removed} == {2}
     step = prepare_steps(batch.samples, AlgoConfig(), ScheduleConfig(max_tokens_per_gpu=4096)).steps[0]
