@@ -84,7 +84,11 @@ def test_a_cpu_suite_on_machines_of_ours_is_a_pool_as_well(hub: GitHub, job: Job
 
 
 def test_a_disabled_pool_says_its_reason(hub: GitHub, job: Job, checkout: Path) -> None:
-    off = {"reason": "node is being re-imaged", "issue": "#123", "until": (datetime.date.today() + datetime.timedelta(days=20)).isoformat()}
+    off = {
+        "reason": "node is being re-imaged",
+        "issue": "#123",
+        "until": (datetime.date.today() + datetime.timedelta(days=20)).isoformat(),
+    }
     change_registry(checkout, lambda registry: registry["pools"]["mi300x-4gpu"].update(disabled=off))
     waiting(hub, *MI300X)
     assert "(pool mi300x-4gpu is disabled: node is being re-imaged)" in found(job)
