@@ -109,6 +109,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(algo={"eps_clip": 0.1}, data={"global_batch_size": 64}), facts()),
         (recipe(algo={"eps_clip": 0.1}), facts()),
     ),
+    "EVALUATION": (
+        (recipe(eval={"sets": [{"name": "a", "max_new_tokens": 63}]}, rollout={"max_new_tokens": 8}), facts()),
+        (recipe(eval={"sets": [{"name": "a", "max_new_tokens": 64}]}, rollout={"max_new_tokens": 8}), facts()),
+    ),
     "MEASURED": (
         (recipe(expect={"train/loss": {"max": 1}}), facts()),
         (recipe(expect={"train/kl": {"max": 1}}), facts()),
