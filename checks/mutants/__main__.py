@@ -17,7 +17,7 @@ from pathlib import Path
 
 from checks.mutants.changes import Change
 from checks.mutants.copy import Copy
-from checks.mutants.reach import measure
+from checks.mutants.reach import Reach, measure
 from checks.mutants.settings import Package, Settings, read_settings
 from checks.mutants.trial import Outcome, Trials
 
@@ -52,7 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     roots = tomllib.loads((given.root / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["pythonpath"]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Copy(given.root, Path(folder), tuple(roots))
-        outcomes = {package.folder: _try(copy, package, settings, given.sample, given.seed) for package in wanted}
+        outcomes: dict[str, list[Outcome]] = {}
+        for tests in dict.fromkeys(tuple(package.tests) for package in wanted):
+            together = [package for package in wanted if tuple(package.tests) == tests]
+            reach = _measure(copy, together)
+            trials = Trials(copy, reach, patience_s=settings.patience_s)
+            for package in together:
+                outcomes[package.folder] = _try(trials, package, settings, given.sample, given.seed)
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(
@@ -100,16 +106,23 @@ def _prepare(libraries: Sequence[str]) -> None:
         importlib.import_module(name)
 
 
-def _try(copy: Copy, package: Package, settings: Settings, count: int, seed: str) -> list[Outcome]:
-    changes = package.changes(copy.root)
-    chosen = drawn(changes, count, f"{seed}:{package.folder}")
+def _measure(copy: Copy, packages: Sequence[Package]) -> Reach:
+    """Packages with the same tests are measured together."""
+    folders = [package.folder for package in packages]
     started = time.monotonic()
-    reach = measure(copy, package.folder, package.test_files(copy.root), limit_s=_MEASURING_S)
-    print(f"{package.folder}: {len(changes)} possible changes, {len(chosen)} drawn with seed {seed}; "
-          f"{len(reach.seconds)} tests measured in {time.monotonic() - started:.0f} s", flush=True)  # fmt: skip
+    reach = measure(copy, folders, packages[0].test_files(copy.root), limit_s=_MEASURING_S)
+    took = time.monotonic() - started
+    print(f"{', '.join(folders)}: {len(reach.seconds)} tests measured in {took:.0f} s", flush=True)
     for item in sorted(reach.failed):
         print(f"  left out, fails without any change: {item}")
-    trials = Trials(copy, reach)
+    return reach
+
+
+def _try(trials: Trials, package: Package, settings: Settings, count: int, seed: str) -> list[Outcome]:
+    changes = package.changes(trials.copy.root)
+    chosen = drawn(changes, count, f"{seed}:{package.folder}")
+    print(f"{package.folder}: {len(changes)} possible changes, {len(chosen)} drawn with seed {seed}", flush=True)
+    reach = trials.reach
     outcomes: list[Outcome] = []
     if chosen and (fault := trials.control(max(chosen, key=lambda change: len(reach.items(change))))):
         raise RuntimeError(f"{package.folder}: its tests fail without a change\n{fault}")

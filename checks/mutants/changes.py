@@ -22,7 +22,7 @@ _ARITHMETIC: dict[type[ast.operator], tuple[bytes, bytes]] = {
 @dataclass(frozen=True, order=True)
 class Change:
     """Bytes `start` to `end` of the file become `after`. `lines`: first and last of the statement, of a compound one
-    down to its body. `within`: dotted name of the function or class around it; `text`: its line."""
+    down to its body; `at_import`: it runs when the file is imported. `within`: dotted name of the function or class around it; `text`: its line."""
 
     path: str
     start: int
@@ -31,6 +31,7 @@ class Change:
     before: str
     line: int
     lines: tuple[int, int]
+    at_import: bool
     within: str
     text: str
 
@@ -61,6 +62,7 @@ class _Reader:
             self.offsets.append(self.offsets[-1] + len(line) + 1)
         self.names: list[str] = []
         self.statement = (1, 1)
+        self.functions = 0
 
     def read(self) -> Iterator[Change]:
         yield from self._block(ast.parse(self.source).body)
@@ -79,7 +81,9 @@ class _Reader:
             if not isinstance(node, ast.ClassDef):
                 for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
                     yield from self._expression(default)
+            self.functions += not isinstance(node, ast.ClassDef)
             yield from self._block(node.body)
+            self.functions -= not isinstance(node, ast.ClassDef)
             self.names.pop()
             return
         if isinstance(node, ast.Import | ast.ImportFrom) or _is_for_types(node):
@@ -192,6 +196,7 @@ class _Reader:
             before=self.source[start:end].decode(),
             line=first,
             lines=self.statement,
+            at_import=self.functions == 0,
             within=".".join(self.names) or "module",
             text=self.lines[first - 1].strip().decode(),
         )

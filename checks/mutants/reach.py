@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,24 +25,23 @@ class Reach:
     failed: frozenset[str]
 
     def items(self, change: Change) -> frozenset[str]:
-        """Those that run the changed line; for a line that is run at import, those that run anything of the file."""
+        """Those that run the changed statement; for one that runs at import, those that run anything of the file."""
         lines = self.lines.get(change.path, {})
-        numbers = range(change.lines[0], change.lines[1] + 1)
-        if not any(number in lines for number in numbers):
-            return frozenset()
-        found = frozenset().union(*(lines.get(number, frozenset()) for number in numbers))
-        return found or frozenset().union(*lines.values())
+        numbers = lines if change.at_import else range(change.lines[0], change.lines[1] + 1)
+        return frozenset().union(*(lines.get(number, frozenset()) for number in numbers))
 
 
-def measure(copy: Copy, folder: str, tests: Iterable[str], *, limit_s: float) -> Reach:
-    """Raises `RuntimeError` when the tests do not come to an end or none passes."""
+def measure(copy: Copy, folders: Sequence[str], tests: Sequence[str], *, limit_s: float) -> Reach:
+    """What `tests` reach of the code in `folders`. Raises `RuntimeError` when the tests do not come to an end or none passes."""
     place = copy.beside / "coverage"
     place.mkdir(exist_ok=True)
     for old in place.iterdir():
         old.unlink()
     settings = place / "settings"
+    sources = "".join(f"\n    {copy.root / folder}" for folder in folders)
+    names = ", ".join(folders)
     settings.write_text(
-        f"[run]\nsource = {copy.root / folder}\ndata_file = {place / 'data'}\nparallel = true\nsigterm = true\n"
+        f"[run]\nsource = {sources}\ndata_file = {place / 'data'}\nparallel = true\nsigterm = true\n"
         f"patch = _exit\ncontext = ${{{ITEM}-}}\ndisable_warnings = no-data-collected, module-not-measured\n"
     )
     told = place / "items.json"
@@ -61,10 +60,10 @@ def measure(copy: Copy, folder: str, tests: Iterable[str], *, limit_s: float) ->
 
     end = copy.run(watched, cpu_s=limit_s, wall_s=2 * limit_s, environ={"COVERAGE_PROCESS_START": str(settings)})
     if not told.exists():
-        raise RuntimeError(f"{folder}: its tests did not come to an end ({end.how})\n{end.output[-3000:]}")
+        raise RuntimeError(f"{names}: the tests did not come to an end ({end.how})\n{end.output[-3000:]}")
     seconds, failed = json.loads(told.read_text())
     if not seconds.keys() - set(failed):
-        raise RuntimeError(f"{folder}: none of its tests passes\n{end.output[-3000:]}")
+        raise RuntimeError(f"{names}: none of the tests passes\n{end.output[-3000:]}")
     return Reach(_lines(copy.root, place, frozenset(seconds) - frozenset(failed)), seconds, frozenset(failed))
 
 

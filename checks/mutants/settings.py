@@ -38,10 +38,12 @@ class Package:
 
 @dataclass(frozen=True)
 class Settings:
-    """`share`: of the changes drawn, without those listed, at least this part must be seen. `preload`: libraries that
+    """`patience_s`: processor time that the tests of a change may take beyond four times what was measured. `share`: of
+    the changes drawn, without those listed, at least this part must be seen. `preload`: libraries that
     are imported once, before a child is forked for each change. `survivors`: a change -> why it stays."""
 
     share: float
+    patience_s: float
     preload: Sequence[str]
     packages: Mapping[str, Package]
     survivors: Mapping[Identity, str]
@@ -50,7 +52,7 @@ class Settings:
 def read_settings(path: Path) -> Settings:
     """Raises `ValueError` with the entry for an unknown, missing or empty key."""
     data = tomllib.loads(path.read_text(encoding="utf-8"))
-    if unknown := data.keys() - {"share", "preload", "packages", "survivor"}:
+    if unknown := data.keys() - {"share", "patience_s", "preload", "packages", "survivor"}:
         raise ValueError(f"{path.name}: unknown {', '.join(sorted(unknown))}")
     survivors: dict[Identity, str] = {}
     for number, entry in enumerate(data.get("survivor", []), 1):
@@ -61,4 +63,4 @@ def read_settings(path: Path) -> Settings:
             raise ValueError(f"{path.name}: survivor {number} is listed twice")
         survivors[key] = entry["reason"]
     packages = {folder: Package(folder, tests) for folder, tests in data["packages"].items()}
-    return Settings(float(data["share"]), data.get("preload", []), packages, survivors)
+    return Settings(float(data["share"]), float(data["patience_s"]), data.get("preload", []), packages, survivors)

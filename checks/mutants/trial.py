@@ -31,8 +31,8 @@ class Outcome:
 class Trials:
     """Runs changes of one package, whose tests were measured before."""
 
-    def __init__(self, copy: Copy, reach: Reach) -> None:
-        self.copy, self.reach = copy, reach
+    def __init__(self, copy: Copy, reach: Reach, *, patience_s: float) -> None:
+        self.copy, self.reach, self.patience_s = copy, reach, patience_s
         self.known = frozenset(reach.seconds)
 
     def control(self, change: Change) -> str | None:
@@ -74,7 +74,7 @@ class Trials:
 
             return int(pytest.main(["-q", "-x", "--tb=line", "-p", "no:cacheprovider", *files], plugins=[only]))
 
-        end = self.copy.run(work, cpu_s=30 + 4 * seconds, wall_s=120 + 10 * seconds)
+        end = self.copy.run(work, cpu_s=self.patience_s + 4 * seconds, wall_s=4 * self.patience_s + 10 * seconds)
         if end.code is None:
             return None, end.how
         if end.code == _NO_ITEM:

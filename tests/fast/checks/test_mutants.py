@@ -87,6 +87,9 @@ def test_a_change_knows_its_statement_and_function() -> None:
     (y,) = [change for change in changes_of("m.py", source) if change.before == "y"]
     assert (one.lines, one.line, one.within, one.text) == ((5, 6), 6, "A.f", "1)")
     assert (y.lines, y.line) == ((3, 4), 4)
+    assert not one.at_import
+    defaults = changes_of("m.py", b"class A:\n    x = 1\n    def f(self, y=2): ...\n")
+    assert [(change.before, change.at_import) for change in defaults] == [("1", True), ("2", True)]
     assert str(one) == "m.py:6 A.f: `1` -> `2`"
 
 
@@ -100,7 +103,7 @@ def test_every_change_of_this_repository_compiles_and_the_settings_fit_it() -> N
 
 
 def a_change(number: int) -> Change:
-    return Change("m.py", number, number + 1, "2", "1", 1, (1, 1), "f", "x = 1")
+    return Change("m.py", number, number + 1, "2", "1", 1, (1, 1), False, "f", "x = 1")
 
 
 def test_the_same_seed_draws_the_same_changes() -> None:
@@ -181,7 +184,7 @@ def project(tmp_path: Path) -> Path:
     files = {
         "shop/__init__.py": "", "shop/price.py": PRICE, "tests/test_price.py": TESTS,
         "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
-        "mutants.toml": 'share = 0.9\n[packages]\n"shop" = ["tests"]\n',
+        "mutants.toml": 'share = 0.9\npatience_s = 3\n[packages]\n"shop" = ["tests"]\n',
     }  # fmt: skip
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -218,7 +221,7 @@ def test_verdicts_on_a_small_project(project: Path, tmp_path: Path) -> None:
     }
     assert found["module", "3", "4"] == "seen"
     assert found["price", "<", "<="] == "survived"
-    assert found["price", "-=", "+="] == "stopped"
+    assert found["price", "-", "+"] == "stopped"
     assert found["price", "count -= 1", "pass"] == "stopped"
     assert found["price", "total += LEAST", "pass"] == "seen"
     assert found["unseen", "+", "-"] == "survived"
@@ -226,7 +229,8 @@ def test_verdicts_on_a_small_project(project: Path, tmp_path: Path) -> None:
     assert found["never", "*", "/"] == "unreached"
     assert found["told", "-", "+"] == "seen"
     assert (project / "shop/price.py").read_text() == PRICE
-    assert "survived  shop/price.py:18 unseen: `+` -> `-` (1 tests pass)" in done.stdout
+    line = PRICE[: PRICE.index("return count + 1")].count("\n") + 1
+    assert f"survived  shop/price.py:{line} unseen: `+` -> `-` (1 tests pass)" in done.stdout
 
 
 def test_an_entry_of_code_that_is_gone_is_an_error(project: Path) -> None:
