@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import os
-import random
 import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -79,10 +80,15 @@ def stale_survivors(settings: Settings, root: Path) -> list[str]:
 
 
 def drawn(changes: Sequence[Change], count: int, seed: str) -> list[Change]:
-    """`count` of them (0: all), the same ones for the same seed, in order of place."""
-    if count == 0 or count >= len(changes):
-        return list(changes)
-    return sorted(random.Random(seed).sample(list(changes), count))
+    """`count` of them (0: all), in order of place. Each change has its own number, by `seed` and what names it, so that
+    the same ones are drawn while other code comes and goes."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    numbered = []
+    for change in changes:
+        seen[change.identity] += 1
+        words = "\0".join([seed, str(seen[change.identity]), *change.identity])
+        numbered.append((hashlib.sha256(words.encode()).digest(), change))
+    return sorted(change for _, change in sorted(numbered)[: count or None])
 
 
 def share(outcomes: Sequence[Outcome]) -> float:

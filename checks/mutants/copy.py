@@ -66,7 +66,9 @@ class Copy:
             return End(None, f"still running after {wall_s:.0f} s", text)
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
-            return End(None, f"killed by {name}" + (" (processor time)" if name == "SIGXCPU" else ""), text)
+            return End(
+                None, f"killed by {name}" + (" (processor time)" if name in ("SIGXCPU", "SIGPROF") else ""), text
+            )
         return End(os.WEXITSTATUS(status), f"exit code {os.WEXITSTATUS(status)}", text)
 
     def _child(self, work: Callable[[], int], output: Path, cpu_s: float, environ: dict[str, str]) -> None:
@@ -82,7 +84,7 @@ class Copy:
             resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_SIZE, _FILE_SIZE))
             os.chdir(self.root)
             os.environ.update(environ)
-            os.environ["PYTHONPATH"] = os.pathsep.join(self._roots)
+            os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [environ.get("PYTHONPATH")]), *self._roots])
             sys.path[:0] = self._roots
             code = work()
         except BaseException:

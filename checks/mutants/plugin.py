@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Mapping
 
 import coverage
 import pytest
@@ -38,11 +40,21 @@ class Watch:
 
 
 class Only:
-    """Keeps the items `wanted`, and those that nobody has `known` before: a change may have renamed them."""
+    """Keeps the items `wanted`, and those that nobody has `known` (item -> seconds) before: a change may have renamed
+    them. An item that takes `patience_s` of processor time beyond five times what is known ends the process."""
 
-    def __init__(self, wanted: frozenset[str], known: frozenset[str]) -> None:
-        self.wanted, self.known = wanted, known
+    def __init__(self, wanted: frozenset[str], known: Mapping[str, float], *, patience_s: float) -> None:
+        self.wanted, self.known, self.patience_s = wanted, known, patience_s
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid in self.wanted or item.nodeid not in self.known]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> object:
+        # Nobody catches the signal, whatever the code under test catches.
+        signal.setitimer(signal.ITIMER_PROF, self.patience_s + 5 * self.known.get(item.nodeid, 0.0))
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,9 +35,8 @@ class Reach:
 def measure(copy: Copy, folders: Sequence[str], tests: Sequence[str], *, limit_s: float) -> Reach:
     """What `tests` reach of the code in `folders`. Raises `RuntimeError` when the tests do not come to an end or none passes."""
     place = copy.beside / "coverage"
-    place.mkdir(exist_ok=True)
-    for old in place.iterdir():
-        old.unlink()
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
     settings = place / "settings"
     sources = "".join(f"\n    {copy.root / folder}" for folder in folders)
     names = ", ".join(folders)
@@ -44,6 +44,10 @@ def measure(copy: Copy, folders: Sequence[str], tests: Sequence[str], *, limit_s
         f"[run]\nsource = {sources}\ndata_file = {place / 'data'}\nparallel = true\nsigterm = true\n"
         f"patch = _exit\ncontext = ${{{ITEM}-}}\ndisable_warnings = no-data-collected, module-not-measured\n"
     )
+    # Processes that tests start are measured from their first line on.
+    (place / "start").mkdir()
+    (place / "start" / "sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")
+    environ = {"COVERAGE_PROCESS_START": str(settings), "PYTHONPATH": str(place / "start")}
     told = place / "items.json"
 
     def watched() -> int:
@@ -58,7 +62,7 @@ def measure(copy: Copy, folders: Sequence[str], tests: Sequence[str], *, limit_s
         told.write_text(json.dumps([watch.seconds, sorted(watch.failed)]))
         return code
 
-    end = copy.run(watched, cpu_s=limit_s, wall_s=2 * limit_s, environ={"COVERAGE_PROCESS_START": str(settings)})
+    end = copy.run(watched, cpu_s=limit_s, wall_s=2 * limit_s, environ=environ)
     if not told.exists():
         raise RuntimeError(f"{names}: the tests did not come to an end ({end.how})\n{end.output[-3000:]}")
     seconds, failed = json.loads(told.read_text())

@@ -38,7 +38,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Settings:
-    """`patience_s`: processor time that the tests of a change may take beyond four times what was measured. `share`: of
+    """`patience_s`: processor time that a test may take beyond a multiple of what was measured. `share`: of
     the changes drawn, without those listed, at least this part must be seen. `preload`: libraries that
     are imported once, before a child is forked for each change. `survivors`: a change -> why it stays."""
 

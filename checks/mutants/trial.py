@@ -33,7 +33,6 @@ class Trials:
 
     def __init__(self, copy: Copy, reach: Reach, *, patience_s: float) -> None:
         self.copy, self.reach, self.patience_s = copy, reach, patience_s
-        self.known = frozenset(reach.seconds)
 
     def control(self, change: Change) -> str | None:
         """The tests of a change without it: what they print when they fail, which makes every verdict worthless."""
@@ -65,7 +64,7 @@ class Trials:
         for item in items:
             cost[item.partition("::")[0]] += self.reach.seconds[item]
         files = sorted(cost, key=lambda file: (cost[file], file))
-        only = Only(items, self.known)
+        only = Only(items, self.reach.seconds, patience_s=self.patience_s)
         # Loading is no part of what was measured, tracing is; a machine may be busy, so only processor time is tight.
         seconds = sum(cost.values())
 
@@ -74,7 +73,7 @@ class Trials:
 
             return int(pytest.main(["-q", "-x", "--tb=line", "-p", "no:cacheprovider", *files], plugins=[only]))
 
-        end = self.copy.run(work, cpu_s=self.patience_s + 4 * seconds, wall_s=4 * self.patience_s + 10 * seconds)
+        end = self.copy.run(work, cpu_s=self.patience_s + 4 * seconds, wall_s=60 + 4 * self.patience_s + 10 * seconds)
         if end.code is None:
             return None, end.how
         if end.code == _NO_ITEM:
