@@ -44,7 +44,7 @@ def give(function: Callable[..., Any]) -> dict[str, Any]:
     return options
 
 
-def given(options: dict[str, Any]) -> RewardFn:
+def given_function(options: dict[str, Any]) -> RewardFn:
     """A coroutine function runs in the event loop, a plain one in worker processes."""
     values = read_options(KIND, options, name=(str, None), fingerprint=(str, None))
     function = _given.get(values["fingerprint"])
