@@ -52,11 +52,16 @@ class Tokenizer:
         """Tokens that text is searched for before it is split, special ones among them; by id."""
         return {index: token.content for index, token in self._backend.get_added_tokens_decoder().items()}
 
-    @property
-    def special_tokens(self) -> dict[int, str]:
-        """Added tokens that the tokenizer marks as special: they steer the model and are no part of a text; by id."""
+    def special_in(self, text: str) -> str | None:
+        """A token that the tokenizer marks as special and finds in `text`, where it would steer the model."""
         added = self._backend.get_added_tokens_decoder()
-        return {index: token.content for index, token in added.items() if token.special}
+        special = {index: token for index, token in added.items() if token.special}
+        found = next((token.content for token in special.values() if token.content in text), None)
+        if found is None and self._backend.normalizer is not None and any(t.normalized for t in special.values()):
+            # Other spellings become the token's.
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+            found = next((special[index].content for index in ids if index in special), None)
+        return found
 
     def text_of(self, index: int) -> str | None:
         """A token as the vocabulary spells it; None for an id without one."""

@@ -96,7 +96,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
 @contextlib.contextmanager
 def _started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool]:
     config = recipe.rollout.reward
-    pool = RewardPool(config, build_reward(config, recipe.data), tokenizer)
+    pool = RewardPool(config, build_reward(config, recipe.data, seed=recipe.seed), tokenizer)
     pool.start()
     try:
         yield pool
@@ -125,7 +125,9 @@ class _Session:
         recipe, folder = self.recipe, self.folder
         self.progress.stage("starting trainer and engine")
         async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
-            prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
+            prompts = stack.enter_context(PromptSource(recipe.data, self.tokenizer, recipe.seed))
+            for note in prompts.notes():
+                self.progress.warn(note)
             engines = EnginePool(
                 actors.engine_urls,
                 token=actors.token,

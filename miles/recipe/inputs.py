@@ -5,15 +5,21 @@ Reads headers, the tokenizer and the prompts that come first. Left out: what onl
 
 from __future__ import annotations
 
+import json
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from miles.config import ConfigError
-from miles.data.prompts import Encoder, Prompt, PromptSource
-from miles.data.tasks import build_task
+from miles.data.prompt_encoder import Encoder
+from miles.data.prompts import Prompt, PromptSource
+from miles.data.tokenizer import Tokenizer, build_char_tokenizer, char_vocabulary
 from miles.quant.config import QuantConfig
+from miles.recipe.created_tokenizer import created_tokenizer
 from miles.recipe.schema import Recipe
+from miles.rollout.rewards import RewardFn
 
 # Prompts of an endless task are alike; a file's may differ, so more of them are looked at.
 LOOKED_AT, LOOKED_AT_IN_FILE = 64, 4096
@@ -25,7 +31,7 @@ class CharacterCount:
     """The token ids that the character tokenizer of a created model would give, without writing one."""
 
     def __init__(self, alphabet: str) -> None:
-        self._ids = {character: index + 2 for index, character in enumerate(dict.fromkeys(alphabet))}
+        self._ids = {token: index for index, token in enumerate(char_vocabulary(alphabet)) if len(token) == 1}
 
     def encode(self, text: str) -> np.ndarray:
         lost = sorted(set(text) - self._ids.keys())
@@ -76,7 +82,6 @@ def check_contract(quant: QuantConfig, folder: Path) -> None:
 
 def check_tokenizer(folder: Path) -> None:
     """`ConfigError` for a missing or damaged tokenizer, or one with more tokens than the model."""
-    from miles.data.tokenizer import Tokenizer
     from miles.models.family import read_hf_config
 
     if not (folder / "tokenizer.json").is_file():
@@ -89,23 +94,47 @@ def check_tokenizer(folder: Path) -> None:
         )
 
 
-def first_prompts(recipe: Recipe) -> list[Prompt]:
+@dataclass(frozen=True)
+class FirstPrompts:
+    """`notes`: what was done to prompts that a user should know of."""
+
+    prompts: list[Prompt]
+    notes: list[str] = field(default_factory=list)
+
+
+def first_prompts(recipe: Recipe) -> FirstPrompts:
     """The prompts that training and evaluation draw first, by the run's own source, so with its own errors.
 
-    Empty for a model folder without a tokenizer, which `check_files` refuses.
+    Of a task that ends all are looked at. Empty for a model folder without a tokenizer, which `check_files` refuses.
     """
-    encoder: Encoder
     if recipe.model.path is None:
-        encoder = CharacterCount(build_task(recipe.data, recipe.seed).alphabet)
-    elif (Path(recipe.model.path) / "tokenizer.json").is_file():
-        from miles.data.tokenizer import Tokenizer
+        alphabet, chat = created_tokenizer(recipe)
+        if chat is None:
+            return _first_prompts(recipe, CharacterCount(alphabet))
+        with tempfile.TemporaryDirectory() as folder:
+            return _first_prompts(recipe, build_char_tokenizer(alphabet, folder, chat=chat))
+    if not (Path(recipe.model.path) / "tokenizer.json").is_file():
+        return FirstPrompts([])
+    return _first_prompts(recipe, Tokenizer(recipe.model.path))
 
-        encoder = Tokenizer(recipe.model.path)
-    else:
-        return []
-    source = PromptSource(recipe.data, encoder, recipe.seed)
-    count = LOOKED_AT if source.task.size is None else min(source.task.size, LOOKED_AT_IN_FILE)
-    prompts = source.next_groups(count)
-    if recipe.run.evaluate_prompts:
-        prompts += source.held_out(min(recipe.run.evaluate_prompts, count))
-    return prompts
+
+def _first_prompts(recipe: Recipe, encoder: Encoder) -> FirstPrompts:
+    with PromptSource(recipe.data, encoder, recipe.seed) as source:
+        count = LOOKED_AT if source.task.size is None else min(source.task.size, LOOKED_AT_IN_FILE)
+        prompts = source.next_groups(count)
+        if recipe.run.evaluate_prompts:
+            prompts += source.held_out(min(recipe.run.evaluate_prompts, count))
+        return FirstPrompts(prompts, source.notes())
+
+
+def check_answers(recipe: Recipe, prompts: list[Prompt], reward: RewardFn) -> None:
+    """`ConfigError` when the reward compares with an answer that is no text."""
+    if not reward.text_answers:
+        return
+    for prompt in prompts:
+        if not isinstance(prompt.answer, str):
+            shown = "missing" if prompt.answer is None else f"{json.dumps(prompt.answer)[:40]}, not text"
+            raise ConfigError(
+                f"rollout.reward.kind {recipe.rollout.reward.kind} compares with the answer's text, but the answer of "
+                f"{prompt.text[:40]!r} is {shown}; quote it, or use a reward of your own (kind python)"
+            )

@@ -68,9 +68,7 @@ def model_facts(recipe: Recipe) -> Facts:
         path = Path(recipe.model.path)
         said = tuple(tokenizer_files.objections(path))
         return Facts(read_hf_config(path), str(path / "config.json"), tokenizer=said)
-    from miles.data.tasks import build_task
-
-    vocabulary = len(dict.fromkeys(build_task(recipe.data, recipe.seed).alphabet)) + 2
+    vocabulary = len(char_vocabulary(*created_tokenizer(recipe)))
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     family = registry.by_name(recipe.model.family)
     return Facts(family.hf_config(recipe.model.create, vocabulary, special), "model.create")
