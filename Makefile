@@ -64,6 +64,7 @@ lint: $(DEV_READY) ## formatting, lint, types, layers, dead code, registry, work
 	$(BIN)/python -m checks.reachable
 	$(BIN)/miles-ci lint --workflows
 	$(BIN)/miles-ci generate --check
+	$(BIN)/python -m checks.metrics_page --check
 
 .PHONY: format
 format: $(DEV_READY) ## format and fix what can be fixed
@@ -71,8 +72,9 @@ format: $(DEV_READY) ## format and fix what can be fixed
 	$(BIN)/ruff format .
 
 .PHONY: generate
-generate: $(DEV_READY) ## write the generated workflows
+generate: $(DEV_READY) ## write the generated workflows and pages
 	$(BIN)/miles-ci generate
+	$(BIN)/python -m checks.metrics_page
 
 .PHONY: bench
 bench: $(DEV_READY) ## measure GRPO on CPU against TRL on this machine (10 minutes)

@@ -149,6 +149,8 @@ class References(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self.walk.reach(alias.name)
+            if (beside := f"{self.package}.{alias.name}") in self.walk.modules:  # a program started by its path
+                self.walk.reach(beside)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for _, target in bound_by(node, self.package):
@@ -233,7 +235,9 @@ class References(ast.NodeVisitor):
                     return scope[node.id]
             if node.id in self.module.definitions:
                 return f"{self.module.name}:{node.id}"
-            return self.module.imports.get(node.id)
+            target = self.module.imports.get(node.id)
+            beside = f"{self.package}.{target}"
+            return beside if target not in self.walk.modules and beside in self.walk.modules else target
         if not isinstance(node, ast.Attribute) or (base := self._resolved(node.value)) is None:
             return None
         if ":" not in base:

@@ -12,7 +12,7 @@ def why_not_fused(
 ) -> str | None:
     """None when `miles.algos.fused.fused_objective` computes this configuration, else the reason.
 
-    `on_policy`: samples carry no old log-probs. `on_support`: they are scored on the sampler's support.
+    `on_policy`: samples carry no log-probs of the old policy, nor are the rollout's used (`correction.bypass`). `on_support`: they are scored on the sampler's support.
     """
     if config.loss not in FUSED_LOSSES:
         return f"loss {config.loss} has no kernel ({', '.join(FUSED_LOSSES)} have: functions of one token's log-prob)"
@@ -26,6 +26,6 @@ def why_not_fused(
         return "an entropy bonus is part of the loss"
     if config.opsm is not None:
         return "OPSM looks at whole sequences of the current policy"
-    if on_policy and (config.correction.active or config.opd_coef > 0.0) and not config.correction.bypass:
+    if on_policy and (config.correction.active or config.opd_coef > 0.0):
         return "corrections and distillation need old log-probs before the pass"
     return None

@@ -72,8 +72,6 @@ def step_objective(
             total = total - config.entropy_coef * entropy_mean
     elif config.entropy_coef > 0.0:
         raise ValueError("algo.entropy_coef is above 0 but the backend computed no entropy; pass entropy")
-    # Keeps the graph alive (and collectives alike) for a slice without active tokens.
-    total = total + 0.0 * masked(log_probs, mask).sum()
     sums = objective_metrics(
         log_probs.detach(),
         old,
@@ -96,7 +94,7 @@ def value_objective(values: torch.Tensor, batch: BatchTensors, config: AlgoConfi
     if batch.values is None or batch.returns is None:
         raise ValueError("the critic loss needs old values and returns; run the critic over the rollout and use gae")
     per_token = value_loss(values, batch.values, batch.returns, batch.mask, eps=config.value.eps_clip)
-    loss = reduce_loss(per_token, batch.weights) + 0.0 * masked(values, batch.mask).sum()
+    loss = reduce_loss(per_token, batch.weights)
     return loss, MetricSums.of_losses({"value_loss": loss.detach()})
 
 

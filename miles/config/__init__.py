@@ -6,4 +6,19 @@ Imports nothing of ours; everything else may import it.
 from miles.config.errors import ConfigError, MilesError
 from miles.config.model import StrictModel
 
-__all__ = ["ConfigError", "MilesError", "StrictModel"]
+__all__ = [
+    "ConfigError",
+    "MilesError",
+    "StrictModel",
+    "environment",
+    "errors",
+    "files",
+    "json_text",
+    "metric_names",
+    "metric_table",
+    "names",
+    "overrides",
+    "user_code",
+    "validation",
+    "yaml_source",
+]

@@ -66,7 +66,7 @@ def with_absolute_files(value: Any, folder: Path) -> Any:
     if isinstance(value, str) and _BARE_FILE.match(value):
         value = PREFIX + value
     path = file_of(value) if isinstance(value, str) else None
-    if path is None or path.is_absolute():
+    if path is None:
         return value
     return f"{PREFIX}{(folder / path).resolve()}:{value.rpartition(':')[2]}"
 

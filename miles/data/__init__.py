@@ -5,3 +5,21 @@ step), `schedule` and `packing` (which data-parallel rank trains what), `batch` 
 step on disk). What is computed on these records lives in `miles.algos`. Nothing is imported here: each
 module is imported by name, so that a process pays only for what it uses.
 """
+
+__all__ = [
+    "batch",
+    "batch_layout",
+    "bundle_marker",
+    "config",
+    "counting",
+    "end_tokens",
+    "packing",
+    "prompts",
+    "sample",
+    "sampling_mask",
+    "schedule",
+    "step_bundle",
+    "tasks",
+    "tensors",
+    "tokenizer",
+]

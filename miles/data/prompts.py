@@ -64,13 +64,14 @@ class PromptSource:
         self._encoder = PromptEncoder(config, tokenizer)
         self._seed = seed
         self._next = 0
+        self._trained_and_held_out = 0
         # (text, ids) by key; None for a prompt that is left out
         self._looked_at: dict[str, tuple[str, np.ndarray] | None] = {}
         self._held_out_keys: frozenset[str] = frozenset()
         try:
-            for task in (self.task, self._held_out_task):
-                if task is not None and task.size is not None:
-                    self._look_at_all(task)
+            trained = set() if self.task.size is None else self._look_at_all(self.task)
+            if self._held_out_task is not None:
+                self._trained_and_held_out = len(trained & self._look_at_all(self._held_out_task))
         except BaseException:
             self.close()
             raise
@@ -112,7 +113,13 @@ class PromptSource:
             more = ", ..." if self.too_long.count > len(self.too_long.listed) else ""
             found.append(
                 f"data.too_long={self.config.too_long}: {self.too_long.count} prompts have more than data.max_prompt_tokens="
-                f"{self.config.max_prompt_tokens} tokens and are {done}: {', '.join(self.too_long.listed)}{more}"
+                f"{self.config.max_prompt_tokens} tokens and are {done}: {', '.join(self.too_long.listed)}{more}; raise "
+                "data.max_prompt_tokens to keep them whole"
+            )
+        if self._trained_and_held_out:
+            found.append(
+                f"data.held_out_path: {self._trained_and_held_out} of its prompts are trained on too; take them out of one "
+                "of the two files"
             )
         return found
 
@@ -129,13 +136,15 @@ class PromptSource:
                 )
         self._next = int(state["next_index"])
 
-    def _look_at_all(self, task: Task) -> None:
+    def _look_at_all(self, task: Task) -> set[str]:
+        """Encode every item of a task that ends; their keys."""
         assert task.size is not None
         # In the order of the file, so that its first fault is the one that is told.
         items = sorted((task.item(index) for index in range(task.size)), key=lambda item: (len(item.place), item.place))
         for item in items:
             if item.key not in self._looked_at:
                 self._looked_at[item.key] = self._encode(item, item.place or f"data: prompt {item.text[:40]!r}")
+        return {item.key for item in items}
 
     def _draw(
         self, task: Task, count: int, index: int, *, held_out: bool, ids_from: int = 0

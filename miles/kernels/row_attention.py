@@ -59,16 +59,17 @@ def _weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> tuple[torch.Te
         # Eight equal columns: a product with one column takes another path, with another order of sums.
         mass = torch.matmul(weights, _ones(weights.device, weights.dtype)[:length])[..., :1]
         return torch.bmm(weights.to(values.dtype), values).to(weights.dtype), mass
-    mixed = mass = None
+    mixed: torch.Tensor | None = None
+    total: torch.Tensor | None = None
     for at in range(0, length, KEY_CHUNK):
         part, part_mass = _weighted_sum(
             weights[..., at : at + KEY_CHUNK].contiguous(), values[:, at : at + KEY_CHUNK].contiguous()
         )
         mixed = part if mixed is None else mixed + part
-        mass = part_mass if mass is None else mass + part_mass
+        total = part_mass if total is None else total + part_mass
     assert mixed is not None
-    assert mass is not None
-    return mixed, mass
+    assert total is not None
+    return mixed, total
 
 
 @cache
@@ -93,7 +94,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         query, keys, values, out, weights, mass = ctx.saved_tensors
         wide = weights.dtype
         p = weights / mass

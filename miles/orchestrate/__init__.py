@@ -3,3 +3,5 @@
 Order of reading: `run_folder` (where a run lives), `cluster` (Ray), `actors` (one process, one role), `actor_group`
 (all actors of a run), `loop` (one step after another), `train` (the command). Left out: several hosts.
 """
+
+__all__ = ["doctor", "dry_run", "replay_command", "train"]

@@ -14,6 +14,8 @@ from typing import Any
 from miles.config.errors import MilesError
 from miles.config.files import storage_error
 from miles.orchestrate.actors import EngineActor, TrainWorker
+from miles.orchestrate.bounded import finishes_within
+from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.node_files import check_nodes
 from miles.orchestrate.node_watch import RESUME_HINT, watching_nodes
@@ -157,7 +159,7 @@ async def _reserved(recipe: Recipe, placement: Placement, shared: Path, model_di
         await asyncio.to_thread(check_nodes, reservation, placement, shared, models)
         yield reservation
     finally:
-        reservation.give_back()
+        finishes_within(STOP_WAIT_S, reservation.give_back)
 
 
 def _trainers(reservation: Reservation, recipe: Recipe, placement: Placement, model_dir: Path) -> list[Any]:
@@ -190,9 +192,14 @@ async def _start(actors: ActorGroup, placement: Placement, checkpoints: Path) ->
 async def _stop(actors: ActorGroup) -> None:
     import ray
 
+    announce_stop()
     calls = [engine.kill.remote() for engine in actors.engines] + [worker.close.remote() for worker in actors.workers]
-    with contextlib.suppress(Exception):
-        ray.wait(calls, num_returns=len(calls), timeout=STOP_WAIT_S)
-    for actor in (*actors.engines, *actors.workers):
+
+    def stop() -> None:
         with contextlib.suppress(Exception):
-            ray.kill(actor)
+            ray.wait(calls, num_returns=len(calls), timeout=STOP_WAIT_S)
+        for actor in (*actors.engines, *actors.workers):
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+
+    finishes_within(2 * STOP_WAIT_S, stop)

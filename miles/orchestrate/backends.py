@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.config import ConfigError
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from miles.rollout.engines.process import StartingEngine
     from miles.rollout.protocol import Rollout
     from miles.rollout.rewards import RewardPool
+    from miles.train.backend import ChunkHook
     from miles.train.megatron.backend import MegatronBackend
 
 
@@ -30,7 +30,7 @@ def build_backend(
     address: str,
     port: int,
     listener: socket.socket | None = None,
-    install: Callable[[Any], None] | None = None,
+    install: ChunkHook | None = None,
 ) -> MegatronBackend:
     """A backend for `rank` on `device` (cpu, cuda:N); it joins its mesh at `address:port` when `init` is called.
 

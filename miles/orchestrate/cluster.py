@@ -1,12 +1,14 @@
 """One local Ray cluster per run, started and stopped by the command that needs it.
 
-Every cluster has its own temporary folder and ports chosen by Ray, so two runs on a machine do not meet.
-Ray's daemons die with the driver (parent-death signal), workers die with the raylet; the rest, and the folder, are
-the sweeper's, which outlives the driver. Callers need a token that only the run's own processes have.
+Every cluster has its own temporary folder, which only this user enters, and ports chosen by Ray on the loopback
+interface, so two runs on a machine do not meet; starts take turns. What the driver does not end, and the folder, are the
+sweeper's, which outlives it and knows the run's processes by their mark. Callers need a token that only the run's own
+processes have.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import logging
@@ -24,14 +26,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles.config import environment
+from miles.orchestrate.bounded import finishes_within
 from miles.orchestrate.errors import RunError
+from miles.orchestrate.placement import LOOPBACK
+from miles.orchestrate.process_mark import VARIABLE
+from miles.orchestrate.start_turn import lock_path, start_turn
 
 PREFIX = "miles-ray-"
+# Ray opens its own folder to everybody; the one around it stays closed.
+INNER = "r"
 # Ray puts sockets about 64 characters below its folder; the kernel takes paths of 107.
-LONGEST_BASE = 24
+LONGEST_BASE = 22
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SWEEP_WAIT_S = 10.0
+SWEEP_WAIT_S = 25.0
+# The sweeper kills Ray's processes 15 s after it was told of the stop; without them Ray's shutdown returns.
+SHUTDOWN_WAIT_S = 20.0
+# Runnable processes for each processor above which a slow start is the machine's.
+BUSY = 1.5
 # A folder without a lock is either a second old or was written again after its removal.
 UNLOCKED_AGE_S = 60.0
 
@@ -44,34 +57,90 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def local_cluster(*, cpus: int, gpus: int = 0) -> Iterator[Cluster]:
-    """Start Ray with `cpus` logical CPU slots (one per actor), yield, stop it and remove its folder."""
+def local_cluster(*, cpus: int, gpus: int = 0, note: Callable[[str], None] = lambda _: None) -> Iterator[Cluster]:
+    """Start Ray with `cpus` logical CPU slots (one per actor), yield, stop it and remove its folder.
+
+    `note` is told when the start has to wait. The end is bounded: what does not stop is killed.
+    """
     _remove_stale_folders()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_base()))
     # Held until this process ends: a folder whose lock can be taken belongs to nobody.
     lock = (folder / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    sweeper = subprocess.Popen(
-        [sys.executable, "-I", str(Path(__file__).with_name("sweeper.py")), str(folder)],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
+    with _marked() as mark:
+        sweeper = _Sweeper(mark, folder)
+        _running.append(sweeper)
+        try:
+            ray = _import_ray()
+            with keeping_signal_handlers(lambda: _stop(ray, sweeper), sweeper.sweep) as started:
+                with start_turn(lock_path(_base()), note):
+                    _start(ray, folder, cpus=cpus, gpus=gpus)
+                started()
+                yield Cluster(folder=folder)
+        finally:
+            _running.remove(sweeper)
+            sweeper.sweep()
+            lock.close()
 
-    def sweep() -> None:
-        assert sweeper.stdin is not None
-        sweeper.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            sweeper.wait(SWEEP_WAIT_S)
 
+@contextlib.contextmanager
+def _marked() -> Iterator[str]:
+    """A mark in the environment of whatever this process starts meanwhile."""
+    # A run that another one started has that one's mark, and gives it back.
+    before, mark = environment.read("MILES_RUN_MARK"), secrets.token_hex(16)
+    os.environ[VARIABLE] = mark
     try:
-        ray = _import_ray()
-        with keeping_signal_handlers(ray.shutdown, sweep) as started:
-            _start(ray, folder, cpus=cpus, gpus=gpus)
-            started()
-            yield Cluster(folder=folder)
+        yield mark
     finally:
-        sweep()
-        lock.close()
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+class _Sweeper:
+    """The program beside this process; see `sweeper`."""
+
+    def __init__(self, mark: str, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(Path(__file__).with_name("sweeper.py")), mark, str(folder), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def stopping(self) -> None:
+        """From now on the run's processes have a few seconds to end."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            os.write(self._process.stdin.fileno(), b"stopping")
+
+    def sweep(self) -> None:
+        """End what is left, now, and wait for that; again is allowed."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(SWEEP_WAIT_S)
+
+
+# Of the cluster that this process started; Ray allows one.
+_running: list[_Sweeper] = []
+
+
+def announce_stop() -> None:
+    """What the run started has a few seconds to end from now on; nothing where this process started no cluster.
+
+    Ray's calls wait for ever for a daemon that is stopped or stuck: they return when it was killed.
+    """
+    for sweeper in _running:
+        sweeper.stopping()
+
+
+def _stop(ray: Any, sweeper: _Sweeper) -> None:
+    """Ray waits for ever for a daemon that is stopped or stuck."""
+    sweeper.stopping()
+    if not finishes_within(SHUTDOWN_WAIT_S, ray.shutdown):
+        # The interpreter's end must not wait either.
+        atexit.unregister(ray.shutdown)
 
 
 @contextlib.contextmanager
@@ -90,7 +159,7 @@ def keeping_signal_handlers(*stops: Callable[[], object]) -> Iterator[Callable[[
             _set_handlers(handlers)
 
 
-def _set_handlers(handlers: Mapping[int, Any]) -> None:
+def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
     """Only the main thread may set handlers."""
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
@@ -108,7 +177,8 @@ def _start(ray: Any, folder: Path, *, cpus: int, gpus: int) -> None:
             configure_logging=False,
             object_store_memory=OBJECT_STORE_BYTES,
             namespace="miles",
-            _temp_dir=str(folder),
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(folder / INNER),
         )
     except SystemExit as error:
         # What Ray's own handler makes of a SIGTERM while it starts.
@@ -119,16 +189,27 @@ def _start(ray: Any, folder: Path, *, cpus: int, gpus: int) -> None:
         # Ray raises bare Exception when a daemon does not answer in time, and OSError or ValueError before that.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         said = "".join(f"; {name}: {line}" for name, line in _last_words(folder).items())
-        raise RunError(
-            f"the local Ray cluster did not start: {reason}{said}; free memory and processor time on this machine "
-            f"(`miles doctor` shows them) and run the same command again"
-        ) from error
+        raise RunError(f"the local Ray cluster did not start: {reason}{said}; {_advice()}") from error
+
+
+def _advice() -> str:
+    """Whether the machine was too busy, or something is broken."""
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY * processors:
+        return (
+            f"this machine is busy ({load:.1f} runnable processes on {processors} processors): wait until it is quieter, "
+            "then run the same command again"
+        )
+    return (
+        f"this machine is not busy (load {load:.1f} on {processors} processors), so a process failed: look at what is "
+        "said above and at its memory (`miles doctor`), then run the same command again"
+    )
 
 
 def _last_words(folder: Path) -> dict[str, str]:
     """The last line of each daemon's error log, which goes away with the folder."""
     found = {}
-    for log in sorted(folder.glob("session_*/logs/*.err")):
+    for log in sorted(folder.glob(f"{INNER}/session_*/logs/*.err")):
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if lines and not log.is_symlink():
             found[log.name] = lines[-1][:300]
@@ -141,11 +222,13 @@ def _base() -> str:
     return chosen if len(chosen) <= LONGEST_BASE else "/tmp"
 
 
-def _import_ray():
-    # Ray listens on every interface. A token of this run keeps others out, and needs no file in the home folder.
+def _import_ray() -> Any:
+    # Other users of this machine reach the loopback, too: a token of this run keeps them out.
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray then takes the loopback address for the node's, and its servers listen nowhere else.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts workers at niceness 15; ours are the run itself, not background jobs.
     os.environ.setdefault("RAY_worker_niceness", "0")

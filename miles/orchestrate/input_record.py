@@ -27,7 +27,14 @@ from miles.recipe import Recipe
 WHOLE_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20
 BLOCKS = 16
-MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.safetensors", "*.safetensors.index.json")
+MODEL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
 
 Fingerprint = dict[str, int | str]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from miles.orchestrate.cluster import local_cluster
 from miles.orchestrate.errors import PlacementError
@@ -18,8 +18,13 @@ POLL_S = 0.5
 
 
 @contextlib.contextmanager
-def placed_cluster(recipe: Recipe, *, engines: bool = True) -> Iterator[Placement]:
-    """Refuse what cannot be placed, start or join the cluster, yield where everything goes."""
+def placed_cluster(
+    recipe: Recipe, *, engines: bool = True, note: Callable[[str], None] = lambda _: None
+) -> Iterator[Placement]:
+    """Refuse what cannot be placed, start or join the cluster, yield where everything goes.
+
+    `note` is told when the start has to wait for another run's.
+    """
     address = cluster_address(recipe.cluster)
     if address is not None:
         with joined_cluster(address):
@@ -29,8 +34,13 @@ def placed_cluster(recipe: Recipe, *, engines: bool = True) -> Iterator[Placemen
     placement = place(recipe, machine, engines=engines)
     uses_gpus = any(bundle.gpus for bundle in placement.bundles)
     cpus, gpus = sum(bundle.cpus for bundle in placement.bundles), machine.nodes[0].gpus if uses_gpus else 0
-    with local_cluster(cpus=cpus, gpus=gpus):
+    with local_cluster(cpus=cpus, gpus=gpus, note=note):
         yield placement
+
+
+def check_placement(recipe: Recipe) -> None:
+    """`PlacementError` or `ClusterError` for a run that has no place, with nothing started and nothing written."""
+    place(recipe, known_facts(recipe.cluster))
 
 
 def place_when_free(recipe: Recipe, *, engines: bool = True) -> Placement:

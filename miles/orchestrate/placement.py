@@ -196,7 +196,8 @@ class _Plan:
 
     def refusal(self, *, seated: int) -> PlacementError:
         """`seated`: trainer ranks that found room, in whole groups."""
-        for kind, (trainers, engines) in (("cuda", self.gpus), ("cpu", (self.world, self.engines))):
+        wanted: tuple[tuple[Kind, tuple[int, int]], ...] = (("cuda", self.gpus), ("cpu", (self.world, self.engines)))
+        for kind, (trainers, engines) in wanted:
             have = sum(_count(node, kind) for node in self.cluster.nodes)
             if trainers + engines > have:
                 return self._too_few(kind, trainers, engines, have)

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from miles.config.files import write_atomic
+from miles.config.metric_names import unregistered
 from miles.data.packing import FlopsShape
 from miles.data.prompts import PromptSource
 from miles.data.tokenizer import Tokenizer
@@ -25,13 +26,14 @@ from miles.observe.reward_report import MEAN_OVER, write_reward_report
 from miles.observe.tensorboard_events import TensorBoardEvents
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.backends import open_rollout
+from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.device_sharing import device_sharing
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
-from miles.orchestrate.placed_cluster import placed_cluster
+from miles.orchestrate.placed_cluster import check_placement, placed_cluster
 from miles.orchestrate.placement import Placement
 from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
@@ -59,7 +61,11 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     # Rows are a few tokens long: handing them to a thread pool costs more than decoding them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_inputs(recipe)
-    with claimed(locate(recipe, overrides), recipe, fresh=fresh) as folder:
+    located = locate(recipe, overrides)
+    # A finished run is reported on any machine.
+    if fresh or not located.result.exists():
+        check_placement(recipe)
+    with claimed(located, recipe, fresh=fresh) as folder:
         finished = folder.read_result()
         # A log that cannot be read is refused before anything starts.
         rows = read_rows(folder.metrics)
@@ -79,7 +85,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             with (
                 # Worker processes of rewards start beside Ray's.
                 _started_rewards(recipe, tokenizer) as rewards,
-                placed_cluster(recipe) as placement,
+                placed_cluster(recipe, note=progress.stage) as placement,
             ):
                 session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards)
                 rows, evaluation = asyncio.run(session.run())
@@ -122,22 +128,29 @@ class _Session:
         self.tokenizer, self.rewards = tokenizer, rewards
 
     async def run(self) -> tuple[list[Row], dict[str, float]]:
+        """Rows and evaluation; however it ends, what waits for Ray in other threads waits no longer than the sweeper."""
+        try:
+            return await self._run()
+        finally:
+            announce_stop()
+
+    async def _run(self) -> tuple[list[Row], dict[str, float]]:
         recipe, folder = self.recipe, self.folder
         self.progress.stage("starting trainer and engine")
         async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
-            prompts = stack.enter_context(PromptSource(recipe.data, self.tokenizer, recipe.seed))
-            for note in prompts.notes():
-                self.progress.warn(note)
-            engines = EnginePool(
-                actors.engine_urls,
-                token=actors.token,
-                timeout_s=recipe.rollout.request_timeout_s,
-                version_wait_s=recipe.run.timeout_s,
-            )
-            rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
-            first_step, version = self._resume(actors, rollout)
-            rows = rewind(folder.metrics, first_dropped_step=first_step)
             async with contextlib.AsyncExitStack() as stack:
+                prompts = stack.enter_context(PromptSource(recipe.data, self.tokenizer, recipe.seed))
+                for note in prompts.notes():
+                    self.progress.warn(note)
+                engines = EnginePool(
+                    actors.engine_urls,
+                    token=actors.token,
+                    timeout_s=recipe.rollout.request_timeout_s,
+                    version_wait_s=recipe.run.timeout_s,
+                )
+                rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
+                first_step, version = self._resume(actors, rollout)
+                rows = rewind(folder.metrics, first_dropped_step=first_step)
                 await stack.enter_async_context(engines)
                 stack.push_async_callback(rollout.close)
                 log = stack.enter_context(MetricsLog(folder.metrics))
@@ -188,8 +201,12 @@ class _Session:
         events = TensorBoardEvents(self.folder.tensorboard, rows) if self.recipe.run.tensorboard else None
         if events is not None:
             stack.callback(events.close)
+        first = len(rows)
 
         def record(row: Row) -> None:
+            # Our fault and not the user's, so no reason to end the run; told in the first step.
+            if len(rows) == first and (unknown := unregistered(row)):
+                self.progress.warn(f"{', '.join(unknown)}: written, but missing in miles/config/metric_table.py")
             if (gap := measured_gap(self.recipe, row, rows)) is not None:
                 self.progress.warn(gap)
             rows.append(row)

@@ -9,9 +9,12 @@ import signal
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 
 INTERRUPTED, TERMINATED = 130, 143
 
@@ -97,7 +100,7 @@ def _run(convert: Callable[[], dict], target: Path) -> None:
     )
 
 
-def _config(four: bool, e4m3_max: int, mode: ErrorSum, fp16: bool, decode: Decode):
+def _config(four: bool, e4m3_max: int, mode: ErrorSum, fp16: bool, decode: Decode) -> NVFP4QDQConfig:
     from miles.kernels.nvfp4_qdq.config import ErrorMode, NVFP4QDQConfig
     from miles.quant.errors import QuantConfigError
 

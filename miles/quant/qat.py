@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,11 +32,11 @@ class _StraightThrough(torch.autograd.Function):
     """Value of `quantised`, gradient of `weight`."""
 
     @staticmethod
-    def forward(ctx, weight: torch.Tensor, quantised: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, quantised: torch.Tensor) -> torch.Tensor:
         return quantised.detach()
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
 
@@ -160,7 +161,7 @@ class FakeQAT:
 
 
 def _wrap(state: FakeQAT, hook: _Hook) -> None:
-    def forward(*args, **kwargs):
+    def forward(*args: Any, **kwargs: Any) -> Any:
         # Scoring runs without gradients: its calls must not make up for a training pass that went without.
         hook.calls += torch.is_grad_enabled()
         values = state.quantise(hook)

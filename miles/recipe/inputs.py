@@ -21,8 +21,8 @@ from miles.recipe.created_tokenizer import created_tokenizer
 from miles.recipe.schema import Recipe
 from miles.rollout.rewards import RewardFn
 
-# Prompts of an endless task are alike; a file's may differ, so more of them are looked at.
-LOOKED_AT, LOOKED_AT_IN_FILE = 64, 4096
+# Prompts of an endless task are alike; of one that ends all are looked at.
+LOOKED_AT = 64
 # Values are looked at where that takes a moment; the trainer meets those of larger models.
 VALUES_UP_TO_BYTES = 256 << 20
 
@@ -98,7 +98,7 @@ def check_tokenizer(folder: Path) -> None:
 class FirstPrompts:
     """`notes`: what was done to prompts that a user should know of."""
 
-    prompts: list[Prompt]
+    prompts: list[Prompt] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -114,13 +114,13 @@ def first_prompts(recipe: Recipe) -> FirstPrompts:
         with tempfile.TemporaryDirectory() as folder:
             return _first_prompts(recipe, build_char_tokenizer(alphabet, folder, chat=chat))
     if not (Path(recipe.model.path) / "tokenizer.json").is_file():
-        return FirstPrompts([])
+        return FirstPrompts()
     return _first_prompts(recipe, Tokenizer(recipe.model.path))
 
 
 def _first_prompts(recipe: Recipe, encoder: Encoder) -> FirstPrompts:
     with PromptSource(recipe.data, encoder, recipe.seed) as source:
-        count = LOOKED_AT if source.task.size is None else min(source.task.size, LOOKED_AT_IN_FILE)
+        count = source.task.size or LOOKED_AT
         prompts = source.next_groups(count)
         if recipe.run.evaluate_prompts:
             prompts += source.held_out(min(recipe.run.evaluate_prompts, count))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miles.config.metric_names import REFUSED, REWARD_PARTS
+from miles.config.metric_table import REFUSED, REWARD_PARTS
 from miles.recipe.schema import Recipe
 
 # Reported by steps that have some; like the counts of filters, no gate can ask for it in every step.

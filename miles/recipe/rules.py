@@ -7,13 +7,15 @@ anything starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
+from miles.data.tokenizer import char_vocabulary
 from miles.recipe import dtype_rules, idle_rules, measured, nvfp4_rules, tokenizer_files
-from miles.recipe.inputs import check_files, first_prompts
+from miles.recipe.created_tokenizer import created_tokenizer
+from miles.recipe.inputs import FirstPrompts, check_answers, check_files, first_prompts
 from miles.recipe.schema import Recipe
 
 
@@ -34,14 +36,15 @@ class Finding:
 class Facts:
     """What the rules may know beside the recipe. `hf_config`: the model's config.json, or what it will be.
 
-    `longest_prompt`: tokens of the longest among the prompts that come first. `tokenizer`: what its files ask for that
-    a run does otherwise.
+    `longest_prompt`: tokens of the longest among `prompts`, those that come first. `tokenizer`: what its files ask for
+    that a run does otherwise.
     """
 
     hf_config: Mapping[str, Any]
     where: str
     longest_prompt: int = 1
     tokenizer: tuple[tokenizer_files.Objection, ...] = ()
+    prompts: FirstPrompts = field(default_factory=FirstPrompts)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class Rule:
 def facts_of(recipe: Recipe) -> Facts:
     """`model_facts`, and the length of the prompts. Raises `ConfigError` for prompts that the run would refuse."""
     facts = model_facts(recipe)
-    return replace(facts, longest_prompt=max((len(prompt.input_ids) for prompt in first_prompts(recipe)), default=1))
+    return replace(
+        facts, longest_prompt=max((len(prompt.input_ids) for prompt in first_prompts(recipe).prompts), default=1)
+    )
 
 
 def model_facts(recipe: Recipe) -> Facts:
@@ -147,12 +152,19 @@ def _tokenizer(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     from miles.rollout.rewards import build_reward
 
-    del facts
     try:
-        build_reward(recipe.rollout.reward, recipe.data)
+        reward = build_reward(recipe.rollout.reward, recipe.data, seed=recipe.seed)
+        check_answers(recipe, facts.prompts.prompts, reward)
     except ConfigError as error:
         message, _, fix = str(error).rpartition("; ")
         yield Finding("REWARD", "error", message, fix)
+
+
+def _prompts(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del recipe
+    for note in facts.prompts.notes:
+        message, _, fix = note.rpartition("; ")
+        yield Finding("PROMPTS", "warning", message, fix)
 
 
 def _teacher(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -280,6 +292,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
     Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
+    Rule("PROMPTS", "A prompt that is left out, cut or both trained and held out is told before the run.", _prompts),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
     Rule("FUSED", "A fused loss has kernels for some algorithms on unsplit logits only.", _fused),

@@ -36,7 +36,8 @@ def engine(
     from miles.config.overrides import from_overrides
     from miles.rollout.access import read_file
     from miles.rollout.config import EngineConfig
-    from miles.rollout.engines import embedded, sglang
+    from miles.rollout.engines.embedded import launch as launch_embedded
+    from miles.rollout.engines.sglang import launch as launch_sglang
 
     config = from_overrides(EngineConfig, overrides or [])
     if config.engine == "embedded" and token_file is None:
@@ -44,9 +45,9 @@ def engine(
     if config.engine != "embedded" and token_file is not None:
         raise ConfigError(f"--token-file: an engine of kind {config.engine} asks for no token; leave it out")
     if token_file is None:
-        handle = sglang.launch(config, model, weight_version=weight_version)
+        handle = launch_sglang(config, model, weight_version=weight_version)
     else:
-        handle = embedded.launch(config, model, weight_version=weight_version, token=read_file(token_file))
+        handle = launch_embedded(config, model, weight_version=weight_version, token=read_file(token_file))
     with handle:
         typer.echo(json.dumps({"url": handle.url, "pid": handle.pid}))
         try:

@@ -273,7 +273,8 @@ class EngineClient:
             value = None
         if status != 200 or (isinstance(value, dict) and value.get("success") is False):
             detail = value if isinstance(value, dict) else {}
-            error = detail.get("error") if isinstance(detail.get("error"), dict) else {}
+            said = detail.get("error")
+            error = said if isinstance(said, dict) else {}
             message = error.get("message") or detail.get("message") or raw[:300].decode(errors="replace")
             kind = str(error.get("type", "http_error"))
             raise EngineHttpError(

@@ -170,6 +170,7 @@ def _flat_arrays(
     pairs: list[Any], requests: Sequence[GenerateRequest], ends: list[int], vocab_size: int, engine: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """(log-probs float32, ids int64) of all replies in one go; the first entry at fault is named."""
+    log_probs: np.ndarray | None
     try:
         log_probs = np.array([pair[0] for pair in pairs], dtype=np.float64)
         ids = [pair[1] for pair in pairs]
@@ -216,7 +217,7 @@ def _all_versions(
     for meta, request in zip(metas, requests, strict=True):
         text = meta.get("weight_version")
         if type(text) is not str or text not in known:
-            if not is_version(text):
+            if not isinstance(text, str) or not is_version(text):
                 _refuse(engine, request.rid, f"weight_version {str(text)[:80]!r} is not a decimal string")
             known[text] = int(text)
         versions.append(known[text])
@@ -283,7 +284,10 @@ def _joined_mask(wires: Sequence[Mapping[str, Any]], counts: Sequence[int], voca
         offsets += [base + at for at in own[1:]]
     # A reply without log-probs beside others that have them does not fit, and is named by the caller.
     return RolloutSamplingMask(
-        np.array(ids, dtype=None if ids else np.int64), np.array(offsets), vocab_size, log_probs or None
+        np.array(ids, dtype=None if ids else np.int64),
+        np.array(offsets),
+        vocab_size,
+        np.array(log_probs) if log_probs else None,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from miles.config.metric_names import REWARD_PARTS
+from miles.config.metric_table import REWARD_PARTS
 from miles.data.sample import Sample, Status
 from miles.rollout.filters import ZERO_SPREAD, counted_rewards
 

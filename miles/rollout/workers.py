@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -66,7 +66,7 @@ class WorkerSet:
         for url in urls:
             self.add(url)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
 
     def get(self, url: str) -> Worker | None:

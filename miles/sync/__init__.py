@@ -1,1 +1,1 @@
-
+__all__ = ["cli", "config", "errors", "session"]

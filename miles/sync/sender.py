@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.sync.bucket import BucketStager, FixedBucket, bucket_size
@@ -60,7 +61,7 @@ class BucketSender:
                 version=version,
                 bucket=self._buckets[key],
                 checksum=checksum,
-                send=lambda header, buffer, key=key: session.send(key, header, buffer),
+                send=partial(session.send, key),
                 nvfp4=self._nvfp4,
             )
             for key in plan.layouts

@@ -111,8 +111,8 @@ class WeightPusher:
     def _push(self, weights: Weights, version: int, weight_map: Mapping[str, SourceSpec] | None) -> SyncReport:
         clock = _Phases()
         if weight_map is None and not self._weight_map:
-            weights = list(weights)
-            weight_map = weight_map_of(weights)
+            held = list(weights)
+            weights, weight_map = held, weight_map_of(held)
         if weight_map is not None:
             self._weight_map = dict(weight_map)
             self._weight_maps += 1
@@ -178,8 +178,8 @@ class WeightPusher:
         return self._plan, self._transport, engines, away
 
     def _begin(
-        self, plan: SyncPlan, engines: Sequence[LiveEngine], version: int
-    ) -> tuple[SyncPlan, Sequence[LiveEngine], UpdateSession]:
+        self, plan: SyncPlan, engines: tuple[LiveEngine, ...], version: int
+    ) -> tuple[SyncPlan, tuple[LiveEngine, ...], UpdateSession]:
         """Open the session on every engine; once more, re-read and re-planned, if one restarted since it was read."""
         session = self._session(engines, plan, version)
         session.begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,10 +149,7 @@ class UpdateSession:
                 time.sleep(wait_s)
 
     def _each(self, call: Callable[[LiveEngine, EngineLink], None]) -> None:
-        futures = {
-            engine.url: self._live.handle(engine.url).submit(lambda link, engine=engine: call(engine, link))
-            for engine in self.working
-        }
+        futures = {engine.url: self._live.handle(engine.url).submit(partial(call, engine)) for engine in self.working}
         for url, future in futures.items():
             try:
                 future.result()

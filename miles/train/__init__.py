@@ -1,1 +1,3 @@
 """Training backends, checkpoints and replay of one step. `miles.train.backend` is the seam; nothing heavy is imported here."""
+
+__all__ = ["backend", "config", "convert", "errors", "flops", "megatron", "parallel_checks", "step_replay", "steps"]

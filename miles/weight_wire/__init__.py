@@ -2,3 +2,5 @@
 
 Knows bytes, dtypes and names; which weights go where is `miles.sync`, who receives them is the engine's affair.
 """
+
+__all__ = ["bucket", "delta", "folder", "shared_buffer", "table"]

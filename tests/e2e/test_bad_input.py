@@ -117,13 +117,15 @@ def test_unwritable_run_folder_is_refused(runs, tmp_path: Path) -> None:
 
 
 def test_fault_that_an_engine_finds_keeps_its_message_and_exit_code(runs) -> None:
-    done = runs.run("bad", "engine.device=cuda:99")
-    assert done.returncode == 2, done.stderr
-    assert re.fullmatch(
-        r"error: engine\.device cuda:99: \d+ GPU\(s\) are visible here; use engine\.device=cpu or a device that "
-        r"exists\n",
-        done.stderr,
-    )
+    done = runs.run("bad", "engine.start_timeout_s=0.001")
+    assert done.returncode == 1, done.stderr
+    assert re.match(r"error: engine process \d+: not ready after 0\.001 s; ", done.stderr)
+
+
+def test_devices_that_are_not_here_are_refused_with_the_numbers(runs) -> None:
+    assert "[DEVICES] engine.device cuda:99 names one device" in refused(runs, "engine.device='cuda:99'")
+    error = refused(runs, "engine.device=cuda", "engine.count=99", "train.device=cpu")
+    assert "needs 0 GPUs for 1 trainer rank + 99 for 99 engines = 99, but 1 node has " in error
 
 
 class Disk:

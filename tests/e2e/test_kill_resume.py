@@ -1,7 +1,11 @@
-"""Kill -9 of trainer, engine or driver at random moments; the same command resumes to the identical curve.
+"""Kill -9 and SIGSTOP of every kind of process at random moments; the same command resumes to the identical curve.
 
-The points are spread over the whole life of a run: start-up, steps and checkpoints, export. Each kill hits a run that
-earlier kills may already have interrupted, so resumes of resumes are covered too.
+The points are spread over the whole life of a run (start-up, steps and checkpoints, export) and over its processes: the
+driver, trainers, engines, Ray's daemons and agents, the sweeper. Each hits a run that earlier ones may already have
+interrupted, so resumes of resumes are covered too. After each end nothing that descended from the driver is alive.
+
+A stopped process is not an ended one: the run waits for it as long as its limits say. A stopped driver is killed after a
+moment, as a scheduler does.
 """
 
 from __future__ import annotations
@@ -9,49 +13,75 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import time
+from dataclasses import dataclass
 
 import psutil
 import pytest
+from family_tree import descendants, kinds, require_gone
 
 from miles_ci.declare import register_cpu_ci
 
-register_cpu_ci(est_time=400, suite="stage-b-cpu", nightly=True, timeout=1800)
+register_cpu_ci(est_time=1500, suite="stage-b-cpu", nightly=True, timeout=1800)
 
 TOTAL = 60
-STEPS = (f"run.steps={TOTAL}", "run.checkpoint_every=5", "run.evaluate_prompts=0", "expect={}")
-KILLS = int(os.environ.get("KILL_POINTS", "20"))
-ROLES = ("trainer", "engine", "driver")
+STEPS = (
+    f"run.steps={TOTAL}", "run.checkpoint_every=5", "run.evaluate_prompts=0", "expect={}", "run.timeout_s=30",
+    "rollout.request_timeout_s=30",
+)  # fmt: skip
+KILLS = int(os.environ.get("KILL_POINTS", "32"))
+# In this order round and round: the run's own first, each with both signals.
+TARGETS = (
+    *((role, number) for number in (signal.SIGKILL, signal.SIGSTOP) for role in ("trainer", "engine", "driver")),
+    ("raylet", signal.SIGKILL), ("gcs", signal.SIGSTOP), ("environment agent", signal.SIGKILL), ("raylet", signal.SIGSTOP),
+    ("gcs", signal.SIGKILL), ("dashboard agent", signal.SIGKILL), ("log monitor", signal.SIGKILL),
+    ("engine actor", signal.SIGKILL), ("dashboard agent", signal.SIGSTOP), ("sweeper", signal.SIGKILL),
+)  # fmt: skip
 PER_RUN = 4
-WAIT_S = 90.0
+WAIT_S = 120.0
+DRIVER_STOPPED_S = 2.0
 
 
-@pytest.mark.timeout(1700)
-def test_twenty_random_kills_resume_to_the_identical_curve(runs, reference):
+@dataclass(frozen=True)
+class Hit:
+    """What was done to which process, in which phase; rows written when the run had ended."""
+
+    role: str
+    signal: str
+    phase: str
+    rows: int
+    code: int
+
+
+@pytest.mark.timeout(1790)
+def test_kills_and_stops_of_every_process_resume_to_the_identical_curve(runs, reference):
     rng = random.Random(20)
-    done = []
+    done: list[Hit] = []
     for number in range(3 * KILLS):
         if len(done) >= KILLS:
             break
         name = f"run{number}"
         for _ in range(PER_RUN):
-            killed = _kill_once(runs, name, rng, role=ROLES[len(done) % len(ROLES)])
-            if killed is None:
+            hit = _hit_once(runs, name, rng, *TARGETS[len(done) % len(TARGETS)])
+            if hit is None:
                 break
-            done.append(killed)
-            print(f"kill {len(done)}: {killed}", flush=True)
+            done.append(hit)
+            print(f"{len(done)}: {hit}", flush=True)
+            if hit.code == 0:
+                break
         final = runs.run(name, *STEPS)
         assert final.returncode == 0, (done, final.stderr)
         assert runs.curve(name) == reference.curve, done
-    print(f"{len(done)} kill points: {done}")
     assert len(done) >= KILLS
-    assert {role for role, _, _ in done} == set(ROLES)
-    # Start-up, steps and the end were all hit.
-    assert {phase for _, phase, _ in done} == {"start", "steps", "end"}
+    if len(TARGETS) <= KILLS:
+        assert {(hit.role, hit.signal) for hit in done} == {(role, number.name) for role, number in TARGETS}
+        # Start-up, steps and the end were all hit.
+        assert {hit.phase for hit in done} == {"start", "steps", "end"}
 
 
-def _kill_once(runs, name: str, rng: random.Random, *, role: str) -> tuple[str, str, int] | None:
-    """Start or resume the run and kill one process; (role, phase, rows written), or None when it finished first."""
+def _hit_once(runs, name: str, rng: random.Random, role: str, number: signal.Signals) -> Hit | None:
+    """Start or resume the run and hit one process; None when the run finished first."""
     rows = len(runs.rows(name))
     phase = rng.choices(("start", "steps", "end"), (5, 12, 3))[0] if rows < TOTAL else "end"
     least = {"start": 0, "steps": rng.randint(rows, TOTAL - 1) + 1 if rows < TOTAL else TOTAL, "end": TOTAL}[phase]
@@ -61,15 +91,29 @@ def _kill_once(runs, name: str, rng: random.Random, *, role: str) -> tuple[str, 
     alive = _until(process, lambda: phase == "start" or len(runs.rows(name)) >= least)
     if alive:
         time.sleep(delay_s)
-        alive = _until(process, lambda: bool(runs.processes(process)[role]))
+        alive = _until(process, lambda: bool(_targets(process.pid, role)))
     if not alive:
         process.communicate()
         assert process.returncode == 0
         return None
+    family = descendants(process.pid)
     with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-        runs.processes(process)[role][0].kill()
+        _targets(process.pid, role)[0].send_signal(number)
+    if role == "driver" and number == signal.SIGSTOP:
+        time.sleep(DRIVER_STOPPED_S)
+        family = descendants(process.pid)
+        process.kill()
     process.communicate(timeout=WAIT_S)
-    return role, phase, len(runs.rows(name))
+    # The sweeper, once killed, cannot help; what remains are Ray's own ways.
+    if role != "sweeper":
+        require_gone(family, f"the family of a run whose {role} got {number.name}")
+    return Hit(role, number.name, phase, len(runs.rows(name)), process.returncode)
+
+
+def _targets(pid: int, role: str) -> list[psutil.Process]:
+    if role == "driver":
+        return [psutil.Process(pid)]
+    return kinds(descendants(pid)).get(role, [])
 
 
 def _until(process, condition) -> bool:

@@ -14,6 +14,7 @@ import signal
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miles.config.metric_table import COLUMNS, STEP
 from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=150, suite="stage-b-cpu")
@@ -37,6 +38,13 @@ def test_a_run_leaves_everything_a_user_needs(reference):
 
 def test_trainer_and_engine_log_probs_agree_bit_for_bit_at_every_step(reference):
     assert [row["mismatch/abs_diff_max"] for row in reference.rows] == [0.0] * 12
+
+
+def test_a_row_has_exactly_the_metrics_that_are_listed_for_every_step(reference):
+    # The last entry of a metric says what a recipe must have for it; this one is on policy with a loss of advantages.
+    here = ("", "on policy", "a loss of advantages, no teacher")
+    listed = {metric.name for metric in (*COLUMNS, *STEP) if metric.when in here}
+    assert [sorted(listed ^ row.keys()) for row in reference.rows] == [[]] * 12
 
 
 def test_transformers_loads_the_exported_model(reference):

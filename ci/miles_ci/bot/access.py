@@ -181,10 +181,22 @@ def resolved_directives(pull: PullRequest, resolve: Callable[[Directives], dict[
     return resolve(parsed)
 
 
-def may_run_pull(client: Client, pull: PullRequest, app_id: int) -> tuple[bool, str, Approval | None]:
-    """Whether the live head may run on self-hosted machines: (allowed, why, the approval if one decided)."""
+def may_run_pull(client: Client, pull: PullRequest, app_id: int | None) -> tuple[bool, str, Approval | None]:
+    """Whether the live head may run on self-hosted machines: (allowed, why, the approval if one decided).
+
+    `app_id` None: nobody said whose approvals count, so none does.
+    """
     if not pull.is_fork and can_write(client, pull.author_login):
         return True, f"same repository, {pull.author_login} has write access", None
+    if app_id is None:
+        return (
+            False,
+            (
+                f"{pull.head_sha} needs an approval, and no App is named whose approvals count: set the repository variable "
+                "MILES_CI_APP_ID, and approval_app in registry.yaml, because runs of forks see no variables"
+            ),
+            None,
+        )
     approval = live_approval(client, pull, app_id)
     if approval is not None:
         return True, f"{pull.head_sha[:12]} is approved", approval

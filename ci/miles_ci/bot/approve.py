@@ -13,10 +13,11 @@ from typing import Any
 from miles_ci.bot import access
 from miles_ci.bot.actions_io import field
 from miles_ci.bot.directives import Errors
-from miles_ci.bot.gateway import Resolve, remove_label, start_rocm
+from miles_ci.bot.gateway import Resolve, remove_label
 from miles_ci.bot.github import Client
 from miles_ci.bot.marker import ours
 from miles_ci.bot.replies import reply
+from miles_ci.bot.starting import start_approved
 from miles_ci.report.escape import code, markdown
 
 
@@ -64,8 +65,8 @@ def approve(
         else:
             approval = access.Approval(pull.head_sha, int(sender["id"]), directives, access.directives_hash(pull.body))
             access.store_approval(app, approval)
-            start_rocm(app, pull, default_branch, new_id())
-            return f"approved {pull.head_sha}"
+            started = start_approved(app, pull, default_branch, new_id())
+            return "\n".join([f"approved {pull.head_sha}", *started])
     form = f"/ok-to-test {pull.head_sha[:12]}"
     text = f"Not approved: {markdown(problem, 400)}. After reviewing the commit, comment {code(form)}."
     key = field(event, "pull_request.head.sha", str)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_ci.bot import access, planning, replies
+from miles_ci.bot import access, planning, replies, starting
 from miles_ci.bot.access import PullRequest, timestamp
 from miles_ci.bot.actions_io import field as event_field
 from miles_ci.bot.directives import Directives, Errors, parse_directives
@@ -20,15 +20,12 @@ from miles_ci.bot.github import Client, GitHubError, quoted
 from miles_ci.bot.grammar import Command, Problem, parse_commands
 from miles_ci.bot.marker import ours
 from miles_ci.bot.rerun.request import Request
-from miles_ci.bot.runs import DispatchLost, Run, dispatch, jobs_of, read_run, to_run
+from miles_ci.bot.runs import DispatchLost, dispatch, read_run, to_run
 from miles_ci.errors import CiError
 from miles_ci.registry import Fleet
 from miles_ci.report.escape import code, markdown
 
 HELP_PAUSE_S = 600
-MAX_AGE_S = 30 * 86_400
-MAX_ATTEMPT = 50
-RERUN_WORKFLOWS = ("pr-test.yml", "pr-test-rocm.yml")
 
 Resolve = Callable[[Directives], dict[str, str]]
 
@@ -128,8 +125,7 @@ class Gateway:
     def rerun_test(
         self, command: Command, pull: PullRequest, comment: Mapping[str, Any], author: Mapping[str, Any]
     ) -> str:
-        approval = access.live_approval(self.client, pull, self.app_id) if pull.is_fork else None
-        directives = dict(approval.directives) if approval else self._directives(pull)
+        directives = self._directives(pull)
         request = Request(
             pull.number,
             pull.head_sha,
@@ -150,9 +146,10 @@ class Gateway:
         return ""
 
     def _directives(self, pull: PullRequest) -> dict[str, str]:
-        """Commits for the description's directives; a fork's are used only as approved."""
-        if pull.is_fork:
-            return {}
+        """Commits for the description's directives; a stranger's are used only as approved."""
+        allowed, _, approval = access.may_run_pull(self.client, pull, self.app_id)
+        if approval is not None or not allowed:
+            return dict(approval.directives) if approval else {}
         parsed = parse_directives(pull.body)
         if isinstance(parsed, Errors):
             raise GitHubError("directives: " + "; ".join(parsed.messages), 422)
@@ -162,55 +159,16 @@ class Gateway:
         self, command: Command, pull: PullRequest, comment: Mapping[str, Any], author: Mapping[str, Any]
     ) -> str:
         lines = []
-        for run in self._latest(pull.head_sha):
-            name = run.path.split("@")[0].rsplit("/", 1)[-1]
-            if run.conclusion not in ("failure", "timed_out", "cancelled"):
+        for run in starting.latest_runs(self.client, pull.head_sha, status="completed"):
+            if run.conclusion not in starting.BAD_ENDINGS:
                 continue
-            age = self.client.clock() - (run.created_at or 0.0)
-            if age > MAX_AGE_S or run.attempt >= MAX_ATTEMPT:
-                why = "older than 30 days" if age > MAX_AGE_S else f"at attempt {run.attempt} of {MAX_ATTEMPT}"
-                lines.append(f"{code(name)} cannot be rerun: its run is {why}.")
+            name, why = code(starting.workflow_of(run)), starting.too_old(self.client, run)
+            if why:
+                lines.append(f"{name} cannot be rerun: its run is {why}.")
                 continue
-            lines.append(f"{code(name)}: {self._again(run, command.suite)}")
+            lines.append(f"{name}: {starting.run_again(self.app, run, command.suite)}")
+            self.done.append(f"run {run.id}: {lines[-1]}")
         return "\n".join(lines) or f"No failed, timed-out or cancelled run for {code(pull.head_sha[:12])}."
-
-    def _latest(self, sha: str) -> list[Run]:
-        """The newest completed run of each test workflow for exactly this commit."""
-        newest: dict[str, Run] = {}
-        for entry in self.client.pages("{repo}/actions/runs", "workflow_runs", head_sha=sha, status="completed"):
-            run = to_run(entry)
-            name = run.path.split("@")[0].rsplit("/", 1)[-1]
-            if name in RERUN_WORKFLOWS and run.head_sha == sha and (name not in newest or run.id > newest[name].id):
-                newest[name] = run
-        return [newest[name] for name in sorted(newest)]
-
-    def _again(self, run: Run, suite: str) -> str:
-        path = f"{{repo}}/actions/runs/{run.id}/rerun-failed-jobs"
-        if suite:
-            bad = ("failure", "cancelled")
-            jobs = [
-                job
-                for job in jobs_of(self.client, run.id, run.attempt)
-                if f"{suite} " in f"{job.name} " and job.result in bad
-            ]
-            if not jobs:
-                return f"no failed job of {code(suite)}"
-            if len(jobs) == 1:
-                path = f"{{repo}}/actions/jobs/{jobs[0].id}/rerun"
-
-        def proof() -> Any:
-            now = read_run(self.app, run.id)
-            return {"attempt": now.attempt} if now.attempt > run.attempt else None
-
-        self.app.post(path, {}, proof=proof)
-        deadline = self.client.clock() + 30
-        while self.client.clock() < deadline:
-            now = read_run(self.client, run.id)
-            if now.attempt > run.attempt:
-                self.done.append(f"run {run.id}: attempt {now.attempt}")
-                return f"attempt {now.attempt} started, [run]({now.url})"
-            self.client.sleep(3)
-        return f"GitHub accepted the request, but no new attempt of [the run]({run.url}) appeared"
 
     def ok_to_test(
         self, command: Command, pull: PullRequest, comment: Mapping[str, Any], author: Mapping[str, Any]
@@ -222,9 +180,9 @@ class Gateway:
             return "Not approved, the directives are wrong: " + "; ".join(markdown(m, 200) for m in directives.messages)
         approval = access.Approval(pull.head_sha, int(author["id"]), directives, access.directives_hash(pull.body))
         access.store_approval(self.app, approval)
-        started = start_rocm(self.app, pull, self.default_branch, self.new_id())
+        started = starting.start_approved(self.app, pull, self.default_branch, self.new_id())
         self.done.append(f"approved {pull.head_sha}")
-        return f"Approved {code(pull.head_sha[:12])}; ROCm run {started}"
+        return "\n".join([f"Approved {code(pull.head_sha[:12])}.", *(f"- {line}" for line in started)])
 
     def not_ok_to_test(
         self, command: Command, pull: PullRequest, comment: Mapping[str, Any], author: Mapping[str, Any]
@@ -311,16 +269,6 @@ def remove_label(app: Client, number: int, name: str) -> None:
     except GitHubError as error:
         if error.status != 404:
             raise
-
-
-def start_rocm(app: Client, pull: PullRequest, default_branch: str, request_id: str) -> str:
-    """Start the ROCm workflow for an approved commit; the text is for the reply."""
-    inputs = {"head_sha": pull.head_sha, "pull_number": str(pull.number), "request_id": request_id}
-    try:
-        run = dispatch(app, "pr-test-rocm.yml", default_branch, inputs, request_id)
-    except CiError as error:
-        return f"could not be started: {markdown(str(error), 200)}"
-    return f"[started]({run.url})"
 
 
 _ACTIONS: dict[str, Callable[..., str]] = {

@@ -39,11 +39,21 @@ def bot_id() -> int:
     return int(variable("BOT_ID", required=False) or DEFAULT_BOT_ID)
 
 
-def app_id() -> int:
-    text = variable("APP_ID")
-    if not text.isdigit():
+def app_id() -> int | None:
+    """Our GitHub App: the repository variable, and for runs that see none (a fork's) the default branch's registry."""
+    text, stated = variable("APP_ID", required=False), _fleet().approval_app
+    if text and not text.isdigit():
         raise UsageError("APP_ID: expected the number of our GitHub App (vars.MILES_CI_APP_ID)")
-    return int(text)
+    if text and stated is not None and int(text) != stated:
+        raise UsageError(f"APP_ID is {text}, but registry.yaml says approval_app: {stated}; approvals of one App count")
+    return int(text) if text else stated
+
+
+def _our_app() -> int:
+    found = app_id()
+    if found is None:
+        raise UsageError("APP_ID is not set: set the repository variable MILES_CI_APP_ID to our GitHub App's number")
+    return found
 
 
 def _fleet() -> Fleet:
@@ -142,9 +152,8 @@ def authorise(args: argparse.Namespace) -> int:
     sha, cadence, number = variable("REF"), variable("CADENCE", required=False), variable("PULL_NUMBER", required=False)
     if not SHA.fullmatch(sha):
         raise UsageError(f"REF {sha[:60]!r}: expected 40 hex digits")
-    if cadence:  # called by nightly, weekly or release: a commit of this repository's own branches
-        if variable("GITHUB_EVENT_NAME") not in ("schedule", "push", "workflow_dispatch") or number:
-            raise UsageError("a cadence is only taken from our own scheduled workflows")
+    if cadence or not number:
+        _require_own_commit(sha, cadence, number)
         write_outputs({"sha": sha, "directives": ""})
         return ExitCode.OK
     client = Client.from_environment()
@@ -165,6 +174,21 @@ def authorise(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
+# Events that only people with write access can cause, with the event's own commit: a branch, a tag, the merge queue.
+OWN_EVENTS = ("schedule", "push", "workflow_dispatch", "merge_group")
+
+
+def _require_own_commit(sha: str, cadence: str, number: str) -> None:
+    """A run without a pull request: nightly, weekly, release, a dispatch, the merge queue. Raises for all else."""
+    event_name = variable("GITHUB_EVENT_NAME")
+    if cadence and (number or event_name not in OWN_EVENTS[:3]):
+        raise UsageError("a cadence is only taken from our own scheduled workflows")
+    if event_name not in OWN_EVENTS:
+        raise UsageError(f"PULL_NUMBER is not set, and {event_name} is no event of this repository's own branches")
+    if sha != variable("GITHUB_SHA"):
+        raise UsageError(f"REF {sha} is not the commit of this {event_name}: name the pull request it belongs to")
+
+
 def _own_directives(pull: access.PullRequest) -> dict[str, str]:
     found = access.resolved_directives(pull, _resolver())
     if not isinstance(found, dict):
@@ -178,7 +202,7 @@ def gateway(args: argparse.Namespace) -> int:
     payload = event()
     client, app = Client.from_environment(), Client.from_environment(token_name="APP_TOKEN")
     branch = field(payload, "repository.default_branch", str)
-    for line in Gateway(client, app, _fleet(), Path("."), bot_id(), app_id(), branch, _resolver()).handle(payload):
+    for line in Gateway(client, app, _fleet(), Path("."), bot_id(), _our_app(), branch, _resolver()).handle(payload):
         print(line)
     return ExitCode.OK
 
@@ -207,16 +231,16 @@ def announce(args: argparse.Namespace) -> int:
 def resolve(args: argparse.Namespace) -> int:
     request, client, fleet = Request.from_environment(), Client.from_environment(), _fleet()
     pull = access.read_pull(client, request.pull_number)
-    # A rerun is for one exact commit; whether a stranger's may use our machines is asked now, not when it began.
-    trusted = not pull.is_fork or access.live_approval(client, pull, app_id()) is not None
-    if pull.is_fork and pull.head_sha != request.head_sha:
-        trusted = False
+    # A rerun is for one exact commit, and so is an approval; it is asked for now, not when the rerun was.
+    allowed, why, approval = access.may_run_pull(client, pull, app_id())
+    print(why)
+    trusted = allowed and (approval is None or approval.sha == request.head_sha)
     legs = resolving.legs(args.root, fleet, request, self_hosted=trusted)
     images: dict[str, str] = {}
     registry = Registry(variable("GITHUB_TOKEN"))
     for backend in {leg.backend for leg in legs} - {"cpu"}:
         images[backend] = _image_of(fleet, backend, request, registry)
-    write_outputs(resolving.outputs(legs, images, request.directives))
+    write_outputs(resolving.outputs(request.head_sha, legs, images, request.directives))
     for leg in legs:
         print(f"{leg.suite}: {leg.hardware} on {', '.join(leg.runs_on)}")
     return ExitCode.OK

@@ -14,6 +14,7 @@ from typing import Any
 from miles_ci.plan.build import PlanOptions, build_plan
 from miles_ci.plan.model import Plan
 from miles_ci.registry import Fleet
+from miles_ci.registry.hosted import is_hosted
 from miles_ci.select.affected import affected_since
 from miles_ci.select.policy import Policy
 from miles_ci.select.selection import Selection, select
@@ -67,17 +68,18 @@ def make_plan(
 
 
 def outputs(plan: Plan, suites: Sequence[str]) -> dict[str, str]:
-    """What the other jobs read: `count-<suite>`, `matrix-<suite>`, `count-gpu`, `bypass`, `digest`, `cadence`."""
+    """What the other jobs read: `count-<suite>`, `matrix-<suite>`, `count-gpu`, `count-self-hosted`, `bypass`, `digest`, `cadence`."""
     out = {"bypass": "true" if plan.bypass_fastfail else "false", "cadence": plan.cadence, "digest": plan.digest}
-    total = 0
+    gpu = own = 0
     for suite in suites:
         shards = plan.shards_of(suite)
         summary = plan.suite(suite)
         out[f"count-{suite}"] = str(sum(len(shard.units) for shard in shards))
         legs = [{"shard": shard.index, "shards": shard.count, "runs_on": list(shard.runs_on)} for shard in shards]
         out[f"matrix-{suite}"] = json.dumps({"include": legs}, separators=(",", ":"))
-        total += sum(len(shard.units) for shard in shards) if summary.backend != "cpu" else 0
-    return out | {"count-gpu": str(total)}
+        gpu += sum(len(shard.units) for shard in shards) if summary.backend != "cpu" else 0
+        own += sum(len(shard.units) for shard in shards if not is_hosted(shard.runs_on))
+    return out | {"count-gpu": str(gpu), "count-self-hosted": str(own)}
 
 
 def disabled_pools(fleet: Fleet, suites: Sequence[str]) -> dict[str, str]:

@@ -47,9 +47,11 @@ def judge(
     notes: list[str] = []
     if cancelled:
         problems.append("the run was cancelled")
-    for before in ("authorise", "plan"):
-        if needs.get(before, "success") != "success":
-            problems.append(f"{before}: {needs[before]}")
+    # A gate that was not asked let nothing through: its stages are skipped, which counts if they had tests.
+    if needs.get("authorise", "success") not in ("success", "skipped"):
+        problems.append(f"authorise: {needs['authorise']}; its log says who may approve this commit, and how")
+    if needs.get("plan", "success") != "success":
+        problems.append(f"plan: {needs['plan']}")
     if "plan" not in needs:
         problems.append("plan: not among the needed jobs")
     unknown = sorted(f"{name}: {result}" for name, result in needs.items() if result not in JOB_RESULTS)

@@ -131,6 +131,7 @@ def _outcomes(args: argparse.Namespace, workflows: Any, name: str, given: dict[s
     """Outputs of plan, resolve-deps and authorise for every test workflow that is run or called."""
     from miles_ci.bot import planning
     from miles_ci.registry import load_fleet
+    from miles_ci.registry.hosted import self_hosted_suites
     from miles_ci.workflows.simulate import Outcome
 
     fleet = load_fleet(args.root / "registry.yaml", shown_as="registry.yaml")
@@ -156,7 +157,9 @@ def _outcomes(args: argparse.Namespace, workflows: Any, name: str, given: dict[s
                 if text != "0":
                     outputs[f"matrix-{suite}"] = '{"include":[{"shard":1,"shards":1,"runs_on":["x"]}]}'
         gpu = sum(int(outputs[f"count-{suite}"]) for suite in suites if fleet.suites[suite].backend != "cpu")
-        outcomes[f"{prefix}plan"] = Outcome("success", outputs | {"count-gpu": str(gpu)})
+        own = sum(int(outputs[f"count-{suite}"]) for suite in suites if suite in self_hosted_suites(fleet))
+        totals = {"count-gpu": str(gpu), "count-self-hosted": str(own)}
+        outcomes[f"{prefix}plan"] = Outcome("success", outputs | totals)
         outcomes[f"{prefix}resolve-deps"] = Outcome(
             "success", {"image_build": "true" if args.image_needed else "false"}
         )
@@ -182,7 +185,8 @@ def _with_required_checks(states: Any, outcomes: dict[str, Any], cancelled: bool
             for key, value in plan.outputs.items()
             if key.startswith("count-") and value
         }
-        counts.pop("gpu", None)
+        for total in ("gpu", "self-hosted"):
+            counts.pop(total, None)
         needs = {name: state.result for name, state in states.items() if name != "required-check"}
         verdict = judge(needs=needs, counts=counts if plan.result == "success" else None, cancelled=cancelled)
         out[f"{prefix}required-check"] = Outcome("success" if verdict.ok else "failure")

@@ -3,4 +3,4 @@
 from miles_ci.registry.load import load_fleet
 from miles_ci.registry.model import Fleet
 
-__all__ = ["Fleet", "dates", "identify", "load", "load_fleet", "model", "schema"]
+__all__ = ["Fleet", "dates", "hosted", "identify", "load", "load_fleet", "model", "schema"]

@@ -206,6 +206,11 @@ class Fleet(Entry):
         f"miles-ci=={__version__}",
         description="where generated workflows take the harness from: ./FOLDER of this repository, or NAME==VERSION",
     )
+    approval_app: int | None = Field(
+        None,
+        ge=1,
+        description="number of the GitHub App that writes approvals; runs of forks see no repository variables",
+    )
     hardware: dict[Name, Hardware] = Field(min_length=1)
     pools: dict[Name, Pool] = {}
     suites: dict[Name, Suite] = Field(min_length=1)

@@ -134,7 +134,7 @@ class _CpuForm:
         base = with_visibility(job.env, (), "cpu")
         # Workers that each start a thread for every core get in each other's way.
         base.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.workers)))
-        env = pytest_process.environment(base, job.root, files, extra, gpu=False)
+        env = pytest_process.environment(base, files, extra, gpu=False)
         title = f"{name}: {len(units)} file(s)" if len(units) > 1 else units[0].id
         follower = self._shard.console.follow(title + (f" (attempt {attempt})" if attempt > 1 else ""), files.log)
         progress = Progress(self._shard, units, files.events) if shared else None

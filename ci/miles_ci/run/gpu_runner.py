@@ -114,7 +114,7 @@ class _GpuForm:
             [unit],
             files,
             root=job.root,
-            env=pytest_process.environment(base, job.root, files, extra, gpu=True),
+            env=pytest_process.environment(base, files, extra, gpu=True),
             timeout_s=max(1.0, min(unit.timeout_s, self._shard.left_s() - RESERVE_S)),
             workers=None,
             private_fds=lease.fds,

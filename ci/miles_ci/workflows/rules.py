@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_ci.registry import Fleet
+from miles_ci.registry.hosted import self_hosted_suites
 from miles_ci.workflows.files.pr_test import first_cpu_suite, suites_of
 
 # GPU stage with something selected: (fast-fail bypassed, state of the gating stage) -> runs.
@@ -73,12 +74,12 @@ ALWAYS = Rule("always() runs whatever happened, also after a cancelled run", lam
 START = Rule("a job without needs runs unless the run was cancelled", lambda state: not state.cancelled)
 
 
-def _pr_rules(fleet: Fleet, backends: tuple[str, ...], before: tuple[str, ...], builds: bool) -> dict[str, Rule]:
+def _pr_rules(fleet: Fleet, backends: tuple[str, ...], builds: bool) -> dict[str, Rule]:
     suites = suites_of(fleet, *backends)
     gpu = [suite for suite in suites if fleet.suites[suite].backend != "cpu"]
     roots = sorted({first_cpu_suite(fleet, suite) for suite in gpu}, key=str)
     needed_roots = tuple(root for root in roots if root)
-    base = (*before, "plan")
+    base = ("plan", "authorise")
 
     def chain(state: State) -> bool:
         wanted = any(state.counts.get(suite, 0) for suite in gpu)
@@ -108,7 +109,8 @@ def _pr_rules(fleet: Fleet, backends: tuple[str, ...], before: tuple[str, ...], 
             (*base, *needed_roots, "resolve-deps", *build), counts, cadences, image=builds,
         )  # fmt: skip
     for suite in suites:
-        rules[suite] = _stage_rule(fleet, suite, base)
+        # A hosted CPU stage needs nobody's leave; every machine of ours needs the gate, whatever its backend.
+        rules[suite] = _stage_rule(fleet, suite, base if suite in self_hosted_suites(fleet) else ("plan",))
     rules["required-check"] = ALWAYS
     return rules
 
@@ -183,12 +185,19 @@ def rules_for(fleet: Fleet) -> dict[str, dict[str, Rule]]:
         "registry-scan.yml": "scan",
     }
     found: dict[str, dict[str, Rule]] = {name: {job: START} for name, job in single.items()}
-    found["pr-test.yml"] = {"plan": START, **_pr_rules(fleet, ("cpu", "cuda"), (), builds=True)}
+    found["pr-test.yml"] = {"plan": START, **_pr_rules(fleet, ("cpu", "cuda"), builds=True)}
+    own = [suite for suite in self_hosted_suites(fleet) if fleet.suites[suite].backend in ("cpu", "cuda")]
+    if own:
+        found["pr-test.yml"]["authorise"] = Rule(
+            "asked iff something is to run on machines of ours",
+            lambda s: not s.cancelled and s.ok("plan") and any(s.counts[suite] for suite in own[:2]),
+            ("plan",), tuple(own[:2]),
+        )  # fmt: skip
     if suites_of(fleet, "rocm"):
         allowed = Rule(
             "plans only what was authorised", lambda s: not s.cancelled and s.ok("authorise"), ("authorise",)
         )
-        rocm = _pr_rules(fleet, ("rocm",), ("authorise",), builds=False)
+        rocm = _pr_rules(fleet, ("rocm",), builds=False)
         found["pr-test-rocm.yml"] = {"authorise": START, "plan": allowed, **rocm}
     for name in ("nightly.yml", "weekly.yml", "release.yml"):
         found[name] = {"cuda": START, **({"rocm": START} if "pr-test-rocm.yml" in found else {})}

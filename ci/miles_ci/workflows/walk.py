@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from miles_ci.registry import Fleet
+from miles_ci.registry.hosted import self_hosted_suites
 from miles_ci.workflows.expr import Env, context_paths, is_truthy, status_functions
 from miles_ci.workflows.expr.values import normalise
 from miles_ci.workflows.model import Job, Workflow
@@ -54,7 +55,8 @@ def job_outputs(job_id: str, state: State, fleet: Fleet) -> dict[str, str]:
     """What a job publishes in a state (the same names as the bots write); the same dict for the same state."""
     if job_id == "plan":
         gpu = frozenset(name for name, suite in fleet.suites.items() if suite.backend != "cpu")
-        return _plan_outputs(tuple(state.counts.items()), state.bypass(fleet), gpu)
+        own = frozenset(self_hosted_suites(fleet))
+        return _plan_outputs(tuple(state.counts.items()), state.bypass(fleet), gpu, own)
     if job_id == "resolve-deps":
         return {"image_build": "true" if state.image_needed else "false"}
     if job_id == "resolve":
@@ -64,11 +66,15 @@ def job_outputs(job_id: str, state: State, fleet: Fleet) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_outputs(counts: tuple[tuple[str, int], ...], bypass: bool, gpu: frozenset[str]) -> dict[str, str]:
+def _plan_outputs(
+    counts: tuple[tuple[str, int], ...], bypass: bool, gpu: frozenset[str], self_hosted: frozenset[str]
+) -> dict[str, str]:
     total = sum(count for suite, count in counts if suite in gpu)
+    own = sum(count for suite, count in counts if suite in self_hosted)
     legs = {f"matrix-{suite}": '{"include":[{"shard":1,"shards":1,"runs_on":["x"]}]}' for suite, _ in counts}
     numbers = {f"count-{suite}": str(count) for suite, count in counts}
-    return {"bypass": "true" if bypass else "false", "count-gpu": str(total), **numbers, **legs}
+    flags = {"bypass": "true" if bypass else "false", "count-gpu": str(total), "count-self-hosted": str(own)}
+    return flags | numbers | legs
 
 
 def _differences(state: State, rule: Rule) -> tuple[tuple[str, str], ...]:

@@ -4,7 +4,6 @@ A file holds the formula as a pure function under its own name, and `loss`, whic
 needs of a run is declared in `miles.algos.declared`.
 """
 
-from miles.algos.declared import declares
 from miles.algos.losses.inputs import LossInputs, PolicyLoss
 from miles.algos.losses.ratio import LOG_RATIO_CLAMP, log_ratio, masked
 from miles.algos.losses.reduction import reduce_loss
@@ -15,7 +14,6 @@ __all__ = [
     "LOG_RATIO_CLAMP",
     "LossInputs",
     "PolicyLoss",
-    "declares",
     "log_ratio",
     "loss_function",
     "masked",

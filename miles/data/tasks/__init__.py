@@ -77,3 +77,6 @@ def build_held_out_task(config: DataConfig, seed: int) -> Task | None:
     assert config.rows is not None
     rows = config.rows.model_copy(update={"path": config.held_out_path, "shuffle": False})
     return RowFile(config.task, rows, seed, option="data.held_out_path")
+
+
+__all__ = ["Task", "TaskItem", "build_held_out_task", "build_task"]

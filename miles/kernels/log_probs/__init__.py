@@ -6,6 +6,6 @@ implementation runs is decided by the logits' device, never by a failure.
 """
 
 from miles.kernels.log_probs.ops import fused_policy_loss, logits_gradient, row_stats, scale_
-from miles.kernels.log_probs.reference import FusedRows, PolicyTerm, RowStats
+from miles.kernels.log_probs.reference import PolicyTerm
 
-__all__ = ["FusedRows", "PolicyTerm", "RowStats", "fused_policy_loss", "logits_gradient", "row_stats", "scale_"]
+__all__ = ["PolicyTerm", "fused_policy_loss", "logits_gradient", "reference", "row_stats", "scale_"]

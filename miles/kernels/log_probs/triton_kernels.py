@@ -23,18 +23,18 @@ _CISPO = tl.constexpr(CISPO)
 
 @triton.jit
 def _accumulate(
-    base,
-    start,
-    valid,
-    scale,
-    m,
-    s,
-    w,
+    base: tl.tensor,
+    start: tl.tensor,
+    valid: tl.tensor,
+    scale: tl.tensor,
+    m: tl.tensor,
+    s: tl.tensor,
+    w: tl.tensor,
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
     ENTROPY: tl.constexpr,
     KEEP: tl.constexpr,
-):
+) -> tl.tuple:
     cols = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     if KEEP:
         y = tl.load(base + cols, mask=cols < valid, other=-float("inf"), eviction_policy="evict_last")
@@ -53,22 +53,22 @@ def _accumulate(
 
 @triton.jit
 def stats_kernel(
-    logits,
-    rows,
-    targets,
-    out_max,
-    out_sum,
-    out_target,
-    out_weighted,
-    stride,
-    offset,
-    valid,
-    scale,
+    logits: tl.tensor,
+    rows: tl.tensor,
+    targets: tl.tensor,
+    out_max: tl.tensor,
+    out_sum: tl.tensor,
+    out_target: tl.tensor,
+    out_weighted: tl.tensor,
+    stride: tl.tensor,
+    offset: tl.tensor,
+    valid: tl.tensor,
+    scale: tl.tensor,
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
     ENTROPY: tl.constexpr,
     PICKED: tl.constexpr,
-):
+) -> None:
     """One program per target: max, sum, target and (ENTROPY) weighted sum, in natural units.
 
     PICKED: target i belongs to logit row rows[i], else to row i.
@@ -95,25 +95,25 @@ def stats_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits,
-    grad,
-    slots,
-    targets,
-    lse,
-    grad_log_probs,
-    entropy,
-    grad_entropy,
-    stride,
-    grad_stride,
-    offset,
-    width,
-    valid,
-    scale,
-    inv_temperature,
+    logits: tl.tensor,
+    grad: tl.tensor,
+    slots: tl.tensor,
+    targets: tl.tensor,
+    lse: tl.tensor,
+    grad_log_probs: tl.tensor,
+    entropy: tl.tensor,
+    grad_entropy: tl.tensor,
+    stride: tl.tensor,
+    grad_stride: tl.tensor,
+    offset: tl.tensor,
+    width: tl.tensor,
+    valid: tl.tensor,
+    scale: tl.tensor,
+    inv_temperature: tl.tensor,
     BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
     PICKED: tl.constexpr,
-):
+) -> None:
     """One program per (logit row, block of columns); neighbouring programs share a row.
 
     PICKED: row r belongs to target slots[r]; a row without one (-1) gets zeros and is not read.
@@ -139,7 +139,15 @@ def gradient_kernel(
 
 
 @triton.jit
-def _slope(log_prob, old, advantage, low, high, dual_c, LOSS: tl.constexpr):
+def _slope(
+    log_prob: tl.tensor,
+    old: tl.tensor,
+    advantage: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    dual_c: tl.tensor,
+    LOSS: tl.constexpr,
+) -> tl.tuple:
     """(loss, dloss/dlogp) of one token; the same subgradients as torch at the clip bounds."""
     d = log_prob - old
     ratio = tl.exp2(tl.minimum(tl.maximum(d, -_CLAMP), _CLAMP) * _LOG2E)
@@ -160,33 +168,33 @@ def _slope(log_prob, old, advantage, low, high, dual_c, LOSS: tl.constexpr):
 
 @triton.jit
 def fused_kernel(
-    logits,
-    grad,
-    slots,
-    targets,
-    old,
-    advantages,
-    weights,
-    out_loss,
-    out_log_prob,
-    out_entropy,
-    rows,
-    stride,
-    grad_stride,
-    width,
-    valid,
-    scale,
-    inv_temperature,
-    low,
-    high,
-    dual_c,
+    logits: tl.tensor,
+    grad: tl.tensor,
+    slots: tl.tensor,
+    targets: tl.tensor,
+    old: tl.tensor,
+    advantages: tl.tensor,
+    weights: tl.tensor,
+    out_loss: tl.tensor,
+    out_log_prob: tl.tensor,
+    out_entropy: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    grad_stride: tl.tensor,
+    width: tl.tensor,
+    valid: tl.tensor,
+    scale: tl.tensor,
+    inv_temperature: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    dual_c: tl.tensor,
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
     LOSS: tl.constexpr,
     ON_POLICY: tl.constexpr,
     ENTROPY: tl.constexpr,
     PICKED: tl.constexpr,
-):
+) -> None:
     """Persistent: program p takes logit rows p, p + programs, ... `grad` may be `logits` itself."""
     row = tl.program_id(0).to(tl.int64)
     while row < rows:
@@ -240,7 +248,7 @@ def fused_kernel(
 
 
 @triton.jit
-def scale_kernel(values, factor, count, BLOCK: tl.constexpr):
+def scale_kernel(values: tl.tensor, factor: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
     """values *= factor, without touching memory when the factor (on the device) is 1. Persistent."""
     scale = tl.load(factor)
     if scale != 1.0:

@@ -2,3 +2,5 @@
 
 Integer arithmetic only; the result says per tile whether anything was rounded.
 """
+
+__all__ = ["api", "reference"]

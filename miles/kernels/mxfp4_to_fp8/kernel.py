@@ -15,7 +15,7 @@ UNITS = tl.constexpr(1024)  # half blocks of a tile: 128 rows of 8
 
 
 @triton.jit
-def _lookup4(table, selector, PTX: tl.constexpr):
+def _lookup4(table: tl.tensor, selector: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
     """Four bytes of the 64-bit table chosen by the low four nibbles (each 0..7) of `selector`."""
     if PTX:
         picked = tl.inline_asm_elementwise(
@@ -31,14 +31,14 @@ def _lookup4(table, selector, PTX: tl.constexpr):
 
 
 @triton.jit
-def _e4m3x4(table, nibbles, PTX: tl.constexpr):
+def _e4m3x4(table: tl.tensor, nibbles: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
     """Four E2M1 codes (low 16 bits of `nibbles`) -> four E4M3 bytes."""
     sign = _lookup4((nibbles * 0 + 0x8000).to(tl.int64), (nibbles >> 3) & 0x1111, PTX)
     return _lookup4(table, nibbles & 0x7777, PTX) | sign
 
 
 @triton.jit
-def _inexact_count(mask, w0, w1):
+def _inexact_count(mask: tl.tensor, w0: tl.tensor, w1: tl.tensor) -> tl.tensor:
     """How many elements of two words round, given the block's bit per magnitude. A true loop: rare, few registers."""
     count = mask * 0
     for shift in range(0, 32, 4):
@@ -47,14 +47,14 @@ def _inexact_count(mask, w0, w1):
 
 
 @triton.jit
-def _max2(a0, a1, b0, b1):
+def _max2(a0: tl.tensor, a1: tl.tensor, b0: tl.tensor, b1: tl.tensor) -> tl.tuple:
     return tl.maximum(a0, b0), tl.maximum(a1, b1)
 
 
 @triton.jit
 def tile_kernel(
-    packed, scales, table, tile_weight, lut, inexact, out, tile_scale, tile_info, flag, n, PTX: tl.constexpr,
-):  # fmt: skip
+    packed: tl.tensor, scales: tl.tensor, table: tl.tensor, tile_weight: tl.tensor, lut: tl.tensor, inexact: tl.tensor, out: tl.tensor, tile_scale: tl.tensor, tile_info: tl.tensor, flag: tl.tensor, n: tl.tensor, PTX: tl.constexpr,
+) -> None:  # fmt: skip
     """A program converts one tile; neighbouring programs take neighbouring tiles of a row of tiles.
 
     `tile_info` int32 = lossy elements | (max k + 1) << 16. A NaN scale sets `flag` to the tile index + 1.

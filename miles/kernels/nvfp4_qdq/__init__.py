@@ -2,3 +2,5 @@
 
 Nothing is imported here, so that reading the configuration loads neither torch nor Triton.
 """
+
+__all__ = ["api", "config", "reference"]

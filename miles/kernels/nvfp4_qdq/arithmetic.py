@@ -17,7 +17,7 @@ ONE_SIXTH = tl.constexpr(0.16666667163372040)
 
 
 @triton.jit
-def round_mantissa(m, BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+def round_mantissa(m: tl.tensor, BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr) -> tl.tensor:
     """m >= 0 fp32 -> nearest value with BITS mantissa bits and exponents from MIN_EXPONENT, ties to even."""
     shift: tl.constexpr = (23 - BITS) << 23
     floor: tl.constexpr = (MIN_EXPONENT + 127 + 23 - BITS) << 23
@@ -26,19 +26,19 @@ def round_mantissa(m, BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def e2m1(x, inv):
+def e2m1(x: tl.tensor, inv: tl.tensor) -> tl.tensor:
     """x * inv (x >= 0) rounded to an E2M1 magnitude 0..6, as fp32."""
     return round_mantissa(tl.minimum(x * inv, 6.0), 1, 0)
 
 
 @triton.jit
-def e4m3(s):
+def e4m3(s: tl.tensor) -> tl.tensor:
     """s >= 0 rounded to an E4M3 magnitude 0..448, as fp32."""
     return round_mantissa(tl.minimum(s, 448.0), 3, -6)
 
 
 @triton.jit
-def inverse_scale(scale, s_dec, PTX: tl.constexpr):
+def inverse_scale(scale: tl.tensor, s_dec: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
     """1 / (scale * S_dec), rounded to nearest, infinity limited to FLT_MAX."""
     product = scale * s_dec
     if PTX:
@@ -49,7 +49,7 @@ def inverse_scale(scale, s_dec, PTX: tl.constexpr):
 
 
 @triton.jit
-def quick_inverse_scale(scale, s_dec, PTX: tl.constexpr):
+def quick_inverse_scale(scale: tl.tensor, s_dec: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
     """`inverse_scale` of a normal product far from the ends of the range; 0 for scale 0, whose block decodes to 0 anyway."""
     product = scale * s_dec
     if PTX:
@@ -62,7 +62,7 @@ def quick_inverse_scale(scale, s_dec, PTX: tl.constexpr):
 
 
 @triton.jit
-def divide(n, numerator, recip, PTX: tl.constexpr):
+def divide(n: tl.tensor, numerator: tl.tensor, recip: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
     """n / numerator correctly rounded, by Markstein's theorem: `recip` is the rounded reciprocal, all values normal."""
     if PTX:
         quotient = n * recip
@@ -72,7 +72,7 @@ def divide(n, numerator, recip, PTX: tl.constexpr):
 
 
 @triton.jit
-def tensor_scales(amax, numerator):
+def tensor_scales(amax: tl.tensor, numerator: tl.tensor) -> tl.tuple:
     """S_enc and S_dec of a tensor maximum."""
     s_enc = tl.minimum(tl.div_rn(numerator, amax), FLT_MAX)
     s_enc = tl.where((amax == 0.0) | (s_enc == 0.0), 1.0, s_enc)
@@ -80,7 +80,7 @@ def tensor_scales(amax, numerator):
 
 
 @triton.jit
-def magnitudes(word, FP16: tl.constexpr):
+def magnitudes(word: tl.tensor, FP16: tl.constexpr) -> tl.tuple:
     """One 32-bit word -> the magnitudes of its (low, high) elements as fp32."""
     word = word & 0x7FFF7FFF
     if FP16:
@@ -93,17 +93,17 @@ def magnitudes(word, FP16: tl.constexpr):
 
 
 @triton.jit
-def row_magnitudes(x, FP16: tl.constexpr):
+def row_magnitudes(x: tl.tensor, FP16: tl.constexpr) -> tl.tuple:
     """Eight words -> 16 magnitudes."""
     m = ()
     for i in tl.static_range(8):
         low, high = magnitudes(x[i], FP16)
-        m = m + (low, high)
+        m = m + (low, high)  # type: ignore[assignment]  # unrolled: longer by each pass
     return m
 
 
 @triton.jit
-def max_bits(m):
+def max_bits(m: tl.tensor) -> tl.tensor:
     """Largest of 16 magnitudes per row, as the bits of an fp32 (NaN and infinity are the largest)."""
     best = tl.maximum(m[0].to(tl.int32, bitcast=True), m[1].to(tl.int32, bitcast=True))
     for i in tl.static_range(1, 8):
@@ -114,7 +114,7 @@ def max_bits(m):
 
 
 @triton.jit
-def pack(low, high, FP16: tl.constexpr, PTX: tl.constexpr):
+def pack(low: tl.tensor, high: tl.tensor, FP16: tl.constexpr, PTX: tl.constexpr) -> tl.tensor:
     """Two non-negative fp32 -> one word of two 16-bit floats, round to nearest even."""
     if PTX:
         if FP16:

@@ -28,18 +28,18 @@ SQUARE_BOUND = tl.constexpr((16 * 2.0**-24, 160 * 2.0**-24))
 
 
 @triton.jit
-def quantize_standard(m, a, s_enc, s_dec, PTX: tl.constexpr):
+def quantize_standard(m: tl.tensor, a: tl.tensor, s_enc: tl.tensor, s_dec: tl.tensor, PTX: tl.constexpr) -> tl.tuple:
     """E2M1 magnitudes (16 fp32) and block scale (fp32 value of an E4M3)."""
     scale = e4m3(a * (s_enc * ONE_SIXTH))
     inv = inverse_scale(scale, s_dec, PTX)
     q = ()
     for i in tl.static_range(16):
-        q = q + (e2m1(m[i], inv),)
+        q = q + (e2m1(m[i], inv),)  # type: ignore[assignment]  # unrolled: longer by each pass
     return q, scale
 
 
 @triton.jit
-def _two_scales(a, s_enc, FAST: tl.constexpr, PTX: tl.constexpr):
+def _two_scales(a: tl.tensor, s_enc: tl.tensor, FAST: tl.constexpr, PTX: tl.constexpr) -> tl.tuple:
     """Block scales that map the block's maximum to 6 and to 4."""
     if FAST:
         s6 = divide(a, 6.0, ONE_SIXTH, PTX) * s_enc
@@ -49,7 +49,18 @@ def _two_scales(a, s_enc, FAST: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _difference(q, scale, one, three_halves, x, xs, amax, numerator, FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr):
+def _difference(
+    q: tl.tensor,
+    scale: tl.tensor,
+    one: tl.tensor,
+    three_halves: tl.tensor,
+    x: tl.tensor,
+    xs: tl.tensor,
+    amax: tl.tensor,
+    numerator: tl.tensor,
+    FAST: tl.constexpr,
+    FP16_DOMAIN: tl.constexpr,
+) -> tl.tensor:
     """Dequantised value minus x, from magnitudes (q and x carry the same sign); xs = x * S_enc."""
     if FP16_DOMAIN:
         # The product has six significant bits: its cast to fp16 and back is exact, and so is the fused product.
@@ -64,7 +75,7 @@ def _difference(q, scale, one, three_halves, x, xs, amax, numerator, FAST: tl.co
 
 
 @triton.jit
-def _error(d, MSE: tl.constexpr):
+def _error(d: tl.tensor, MSE: tl.constexpr) -> tl.tensor:
     if MSE:
         return d * d
     else:
@@ -73,9 +84,9 @@ def _error(d, MSE: tl.constexpr):
 
 @triton.jit
 def choose_exact(
-    m, a, amax, s_enc, s_dec, numerator, recip,
+    m: tl.tensor, a: tl.tensor, amax: tl.tensor, s_enc: tl.tensor, s_dec: tl.tensor, numerator: tl.tensor, recip: tl.tensor,
     PTX: tl.constexpr, FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr,
-):  # fmt: skip
+) -> tl.tuple:  # fmt: skip
     """E2M1 magnitudes (16 fp32) and block scale of the candidate with the smaller error; ties keep the map to 6."""
     scale6, scale4 = _two_scales(a, s_enc, FAST, PTX)
     inv6 = inverse_scale(scale6, s_dec, PTX)
@@ -94,17 +105,26 @@ def choose_exact(
         r4 = e2m1(m[i], inv4)
         error6 += _error(_difference(r6, scale6, one6, half6, m[i], xs, amax, numerator, FAST, FP16_DOMAIN), MSE)
         error4 += _error(_difference(r4, scale4, one4, half4, m[i], xs, amax, numerator, FAST, FP16_DOMAIN), MSE)
-        q6 = q6 + (r6,)
-        q4 = q4 + (r4,)
+        q6 = q6 + (r6,)  # type: ignore[assignment]  # unrolled: longer by each pass
+        q4 = q4 + (r4,)  # type: ignore[assignment]  # unrolled: longer by each pass
     four = error4 < error6
     q = ()
     for i in tl.static_range(16):
-        q = q + (tl.where(four, q4[i], q6[i]),)
+        q = q + (tl.where(four, q4[i], q6[i]),)  # type: ignore[assignment]  # unrolled: longer by each pass
     return q, tl.where(four, scale4, scale6)
 
 
 @triton.jit
-def choose_quickly(m, a, amax, s_enc, s_dec, recip, PTX: tl.constexpr, MSE: tl.constexpr):
+def choose_quickly(
+    m: tl.tensor,
+    a: tl.tensor,
+    amax: tl.tensor,
+    s_enc: tl.tensor,
+    s_dec: tl.tensor,
+    recip: tl.tensor,
+    PTX: tl.constexpr,
+    MSE: tl.constexpr,
+) -> tl.tuple:
     """As `choose_exact`, by errors that are only nearly the reference's; third result: rows where that may not do.
 
     Without saturation, which a normal scale never needs (x * inv <= 6.375), nor does a zero one given inverse 0.
@@ -129,8 +149,8 @@ def choose_quickly(m, a, amax, s_enc, s_dec, recip, PTX: tl.constexpr, MSE: tl.c
         else:
             error6 += tl.abs(d6)
             error4 += tl.abs(d4)
-        q6 = q6 + (r6,)
-        q4 = q4 + (r4,)
+        q6 = q6 + (r6,)  # type: ignore[assignment]  # unrolled: longer by each pass
+        q4 = q4 + (r4,)  # type: ignore[assignment]  # unrolled: longer by each pass
     if MSE:
         bound = tl.fma(error4 + error6, SQUARE_BOUND[1], (a * a) * SQUARE_BOUND[0])
     else:
@@ -139,12 +159,12 @@ def choose_quickly(m, a, amax, s_enc, s_dec, recip, PTX: tl.constexpr, MSE: tl.c
     unsure = ((tl.abs(error4 - error6) <= bound) | (scale6 < 0.015625) | (a > amax)) & (scale4 > 0.0)
     q = ()
     for i in tl.static_range(16):
-        q = q + (tl.where(four, q4[i], q6[i]),)
+        q = q + (tl.where(four, q4[i], q6[i]),)  # type: ignore[assignment]  # unrolled: longer by each pass
     return q, tl.where(four, scale4, scale6), unsure
 
 
 @triton.jit
-def out_of_range(amax):
+def out_of_range(amax: tl.tensor) -> tl.tensor:
     """True where some value of the fast 4over6 divisions could leave the normal fp32 numbers.
 
     Inside the range a block so small that a / 6 is subnormal gets scale 0 with either quotient.

@@ -20,7 +20,7 @@ from miles.kernels.nvfp4_qdq.tiles import load_tile, store_tile, words_of
 
 
 @triton.jit
-def reset_kernel(amax_bits, slots, SLOTS: tl.constexpr, EARLY: tl.constexpr):
+def reset_kernel(amax_bits: tl.tensor, slots: tl.tensor, SLOTS: tl.constexpr, EARLY: tl.constexpr) -> None:
     """Zero the maxima."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -30,7 +30,7 @@ def reset_kernel(amax_bits, slots, SLOTS: tl.constexpr, EARLY: tl.constexpr):
 
 
 @triton.jit
-def _entry(table, n, weight):
+def _entry(table: tl.tensor, n: tl.tensor, weight: tl.tensor) -> tl.tuple:
     """(source offset and output offset in 16-byte units, blocks, amax slot, first chunk) of one weight in the table.
 
     Addresses are offsets from one base pointer: the compiler then knows the 16-byte alignment.
@@ -40,7 +40,7 @@ def _entry(table, n, weight):
 
 
 @triton.jit
-def _chunk_max(words, start, stride, blocks, ROWS: tl.constexpr, TILES: tl.constexpr, FP16: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
+def _chunk_max(words: tl.tensor, start: tl.tensor, stride: tl.tensor, blocks: tl.tensor, ROWS: tl.constexpr, TILES: tl.constexpr, FP16: tl.constexpr, POLICY: tl.constexpr) -> tl.tensor:  # fmt: skip
     best = tl.zeros((ROWS,), tl.int32)
     for t in range(TILES):
         first, second = load_tile(words, start + t * stride, blocks, ROWS, POLICY)
@@ -50,9 +50,9 @@ def _chunk_max(words, start, stride, blocks, ROWS: tl.constexpr, TILES: tl.const
 
 @triton.jit
 def amax_kernel(
-    base, table, chunk_weight, amax_bits, n, keep_from,
+    base: tl.tensor, table: tl.tensor, chunk_weight: tl.tensor, amax_bits: tl.tensor, n: tl.tensor, keep_from: tl.tensor,
     ROWS: tl.constexpr, TILES: tl.constexpr, FP16: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Integer max of the fp32 bits of |x| per slot (int32, zero at start): free of order, so exact.
 
     Chunks from `keep_from` on ask L2 to keep them for `qdq_kernel`, which starts with them.
@@ -75,10 +75,10 @@ def amax_kernel(
 
 @triton.jit
 def _finish(
-    x, q, scale, dst, start, blocks, amax, s_dec, recip,
+    x: tl.tensor, q: tl.tensor, scale: tl.tensor, dst: tl.tensor, start: tl.tensor, blocks: tl.tensor, amax: tl.tensor, s_dec: tl.tensor, recip: tl.tensor,
     ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, TE_DECODE: tl.constexpr, WIDE: tl.constexpr,
     WRITE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Dequantise ROWS blocks given as magnitudes and scale, give them the signs of their words `x`, and store."""
     if TE_DECODE:
         factor = (scale * amax) * recip
@@ -87,16 +87,16 @@ def _finish(
     y = ()
     for i in tl.static_range(8):
         word = pack(q[2 * i] * factor, q[2 * i + 1] * factor, FP16, PTX)
-        y = y + (word | (x[i] & -2147450880),)  # both sign bits, also of zeros
+        y = y + (word | (x[i] & -2147450880),)  # type: ignore[assignment]  # unrolled: longer by each pass; both sign bits, also of zeros
     store_tile(dst, start, blocks, y, WIDE, ROWS, WRITE)
 
 
 @triton.jit
 def _exact_tile(
-    src, dst, start, blocks, amax, s_enc, s_dec, numerator, recip,
+    src: tl.tensor, dst: tl.tensor, start: tl.tensor, blocks: tl.tensor, amax: tl.tensor, s_enc: tl.tensor, s_dec: tl.tensor, numerator: tl.tensor, recip: tl.tensor,
     ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FAST: tl.constexpr, FP16_DOMAIN: tl.constexpr,
     MSE: tl.constexpr, TE_DECODE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """4over6 of one tile by the reference's own errors; returns the bits of each block's max abs."""
     first, second = load_tile(src, start, blocks, ROWS, "")
     x = words_of(first, second, ROWS)
@@ -109,7 +109,9 @@ def _exact_tile(
 
 
 @triton.jit
-def _raise_flag(flag, worst, amax, TE_DECODE: tl.constexpr, ROWS: tl.constexpr):
+def _raise_flag(
+    flag: tl.tensor, worst: tl.tensor, amax: tl.tensor, TE_DECODE: tl.constexpr, ROWS: tl.constexpr
+) -> None:
     """Bit 0: a block holds NaN or infinity. Bit 1: `te` overflows. Lane by lane: no reduction in the usual case."""
     tl.atomic_or(flag + tl.zeros((ROWS,), tl.int32), 1, mask=worst >= 0x7F800000, sem="relaxed")
     if TE_DECODE:
@@ -118,17 +120,17 @@ def _raise_flag(flag, worst, amax, TE_DECODE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _or(a, b):
+def _or(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     return a | b
 
 
 @triton.jit
 def _chunk(
-    src, dst, start, stride, tiles, blocks, amax, numerator, recip, flag,
+    src: tl.tensor, dst: tl.tensor, start: tl.tensor, stride: tl.tensor, tiles: tl.tensor, blocks: tl.tensor, amax: tl.tensor, numerator: tl.tensor, recip: tl.tensor, flag: tl.tensor,
     ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
     FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr,
     WIDE: tl.constexpr, AHEAD: tl.constexpr, WRITE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """`tiles` tiles from block `start`, `stride` blocks apart: neighbouring programs stay side by side in memory.
 
     Under 4over6 tiles with a block whose quick choice is unsure are done again at the end, exactly.
@@ -171,11 +173,11 @@ def _chunk(
 
 @triton.jit
 def qdq_kernel(
-    base, table, out, amax_bits, flag, n, chunk_weight, chunks, numerator, recip,
+    base: tl.tensor, table: tl.tensor, out: tl.tensor, amax_bits: tl.tensor, flag: tl.tensor, n: tl.tensor, chunk_weight: tl.tensor, chunks: tl.tensor, numerator: tl.tensor, recip: tl.tensor,
     ROWS: tl.constexpr, TILES: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
     FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr, TE_DECODE: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
     WRITE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Quantise and dequantise; chunks run last to first, so that what an amax pass left in L2 is read first.
 
     4over6 leaves weights with an extreme maximum to `extreme_kernel`.
@@ -198,10 +200,10 @@ def qdq_kernel(
 
 @triton.jit
 def extreme_kernel(
-    base, table, out, amax_bits, flag, n, numerator, recip,
+    base: tl.tensor, table: tl.tensor, out: tl.tensor, amax_bits: tl.tensor, flag: tl.tensor, n: tl.tensor, numerator: tl.tensor, recip: tl.tensor,
     ROWS: tl.constexpr, FP16: tl.constexpr, PTX: tl.constexpr, FP16_DOMAIN: tl.constexpr, MSE: tl.constexpr,
     TE_DECODE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """4over6 for weights with an extreme maximum: full divisions. A few programs share all weights."""
     for weight in range(n):
         src, dst, blocks, slot, _first = _entry(table, n, weight)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _split4(tile, ROWS: tl.constexpr):
+def _split4(tile: tl.tensor, ROWS: tl.constexpr) -> tl.tuple:
     """[ROWS, 4] -> its four columns."""
     even, odd = tl.split(tl.reshape(tile, (ROWS, 2, 2)))
     c0, c2 = tl.split(even)
@@ -19,18 +19,20 @@ def _split4(tile, ROWS: tl.constexpr):
 
 
 @triton.jit
-def join4(c0, c1, c2, c3, ROWS: tl.constexpr):
+def join4(c0: tl.tensor, c1: tl.tensor, c2: tl.tensor, c3: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (ROWS, 4))
 
 
 @triton.jit
-def _rows_left(start, blocks, ROWS: tl.constexpr):
+def _rows_left(start: tl.tensor, blocks: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     """64-bit offsets end here: inside a tile everything is 32-bit."""
     return tl.minimum(blocks - start, ROWS).to(tl.int32)
 
 
 @triton.jit
-def load_tile(base, start, blocks, ROWS: tl.constexpr, POLICY: tl.constexpr):
+def load_tile(
+    base: tl.tensor, start: tl.tensor, blocks: tl.tensor, ROWS: tl.constexpr, POLICY: tl.constexpr
+) -> tl.tuple:
     """The words of blocks start..start+ROWS-1 as two tiles [ROWS, 4], one vector load each; from `blocks` on, zero."""
     row = tl.arange(0, ROWS)
     offset = row[:, None] * 8 + tl.arange(0, 4)[None, :]
@@ -41,7 +43,15 @@ def load_tile(base, start, blocks, ROWS: tl.constexpr, POLICY: tl.constexpr):
 
 
 @triton.jit
-def store_tile(base, start, blocks, y, WIDE: tl.constexpr, ROWS: tl.constexpr, POLICY: tl.constexpr):
+def store_tile(
+    base: tl.tensor,
+    start: tl.tensor,
+    blocks: tl.tensor,
+    y: tl.tensor,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    POLICY: tl.constexpr,
+) -> None:
     """Eight words of each block. WIDE exchanges halves between lanes first, so that each store fills whole sectors."""
     row = tl.arange(0, ROWS)
     mask = (row < _rows_left(start, blocks, ROWS))[:, None]
@@ -58,7 +68,7 @@ def store_tile(base, start, blocks, y, WIDE: tl.constexpr, ROWS: tl.constexpr, P
 
 
 @triton.jit
-def words_of(first, second, ROWS: tl.constexpr):
+def words_of(first: tl.tensor, second: tl.tensor, ROWS: tl.constexpr) -> tl.tuple:
     """Two tiles -> the eight words of each block."""
     w0, w1, w2, w3 = _split4(first, ROWS)
     w4, w5, w6, w7 = _split4(second, ROWS)

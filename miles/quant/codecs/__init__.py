@@ -6,4 +6,4 @@ input (dtype, shape, finiteness) and raises with the tensor's name; it knows not
 
 from miles.quant.codecs import fp8_block, fp8_tensor, mxfp4, mxfp8, nvfp4
 
-__all__ = ["fp8_block", "fp8_tensor", "mxfp4", "mxfp8", "nvfp4"]
+__all__ = ["checks", "fp8_block", "fp8_tensor", "mxfp4", "mxfp8", "nvfp4"]

@@ -161,7 +161,8 @@ def _fp8(source: Source, name: str, faults: list[str]) -> Decoded | None:
 
 def decoded_weights(source: Source) -> tuple[dict[str, Decoded], list[str]]:
     """Every weight that the source holds in a known quantised form, by name; and all faults of their scales."""
-    found, faults = {}, []
+    found: dict[str, Decoded] = {}
+    faults: list[str] = []
     for name, stored in source.tensors.items():
         before = len(faults)
         decoded = None

@@ -41,7 +41,9 @@ class Weight:
 
 def scan_headers(source: Source) -> tuple[list[Weight], list[BesideWeight], list[str]]:
     """FP4 weights with their scales, FP8 weights in smaller blocks, and every fault of headers and FP8 scales."""
-    weights, faults, used = [], [], set()
+    weights: list[Weight] = []
+    faults: list[str] = []
+    used: set[str] = set()
     for name, stored in source.tensors.items():
         if not _is_fp4(name, stored.spec):
             continue

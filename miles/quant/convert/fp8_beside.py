@@ -42,7 +42,9 @@ class BesideWeight:
 
 def scan(source: Source) -> tuple[list[BesideWeight], set[str], list[str]]:
     """(weights to merge, names that need no more attention, faults of headers and scales)."""
-    weights, names, faults = [], set(), []
+    weights: list[BesideWeight] = []
+    names: set[str] = set()
+    faults: list[str] = []
     for name, stored in source.tensors.items():
         spec = stored.spec
         if spec.dtype != "F8_E4M3" or not name.endswith(".weight") or len(spec.shape) != 2 or 0 in spec.shape:

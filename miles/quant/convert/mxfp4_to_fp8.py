@@ -158,7 +158,7 @@ def plan(source: Source, *, on_loss: OnLoss, device: str = "cpu") -> Plan:
     if lossy and on_loss == "fail":
         _refuse_loss(lossy)
     exact = set(lossy) if on_loss == "mxfp8" else set()
-    taken = {n for w in (*weights, *beside) for n in (w.name, w.scale)}
+    taken = {n for w in weights for n in (w.name, w.scale)} | {n for b in beside for n in (b.name, b.scale)}
     kept = [n for n in source.tensors if n not in taken]
     items = [_item(source, w, w.out in exact, device) for w in weights]
     items += [fp8_beside.item(source, b, as_mxfp8=b.name in exact) for b in beside]

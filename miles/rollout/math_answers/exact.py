@@ -122,16 +122,16 @@ def _modular(node: Node, p: int) -> tuple[int, int]:
         case Product(factors):
             total, degree = 1, 0
             for factor in factors:
-                value, d = _modular(factor, p)
-                total, degree = total * value % p, degree + d
+                residue, d = _modular(factor, p)
+                total, degree = total * residue % p, degree + d
             return total, _within(degree)
         case Power(base, exponent):
             n = rational(exponent)
-            value, degree = _modular(base, p)
-            if n.denominator != 1 or abs(n) > MAX_EXPONENT or (value == 0 and n <= 0):
+            residue, degree = _modular(base, p)
+            if n.denominator != 1 or abs(n) > MAX_EXPONENT or (residue == 0 and n <= 0):
                 raise Inexact
             degree = _within(degree * abs(n.numerator))
-            return pow(value if n > 0 else _inverse(value, p), abs(n.numerator), p), degree
+            return pow(residue if n > 0 else _inverse(residue, p), abs(n.numerator), p), degree
         case Call():
             return _modular(Number(rational(node)), p)
         case _:

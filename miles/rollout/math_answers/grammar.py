@@ -10,6 +10,7 @@ factor   = {"+" | "-"} atom {postfix} ["^" factor]
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 
@@ -87,7 +88,7 @@ class Parser:
             raise Unreadable(f"expected {text!r}, found {self.now.text!r}")
 
     @contextmanager
-    def deeper(self):
+    def deeper(self) -> Iterator[None]:
         self._depth += 1
         bars, self._bars = self._bars, 0
         if self._depth > MAX_DEPTH:

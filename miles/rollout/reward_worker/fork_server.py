@@ -113,7 +113,8 @@ class _ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
             wait = max(min((when for when, _ in self._doomed), default=time.monotonic() + 60) - time.monotonic(), 0)
-            ready, _, _ = select.select([self._control, self._driver, woken], [], [], wait)
+            watched: list[Any] = [self._control, self._driver, woken]
+            ready, _, _ = select.select(watched, [], [], wait)
             if woken in ready:
                 with contextlib.suppress(BlockingIOError):
                     woken.recv(4096)

@@ -5,17 +5,8 @@ the event loop, awaited there, or in worker processes that can be killed (`miles
 """
 
 from miles.rollout.rewards.config import RewardConfig
-from miles.rollout.rewards.function import Decoder, RewardContext, RewardFn, Value, WorkerCall
+from miles.rollout.rewards.function import Decoder, RewardContext, RewardFn, WorkerCall
 from miles.rollout.rewards.kinds import build_reward
 from miles.rollout.rewards.pool import RewardPool
 
-__all__ = [
-    "Decoder",
-    "RewardConfig",
-    "RewardContext",
-    "RewardFn",
-    "RewardPool",
-    "Value",
-    "WorkerCall",
-    "build_reward",
-]
+__all__ = ["Decoder", "RewardConfig", "RewardContext", "RewardFn", "RewardPool", "WorkerCall", "build_reward"]

@@ -67,8 +67,8 @@ class Failed:
     def _where(self) -> tuple[str | None, str]:
         if isinstance(self.error, WorkerFailure):
             return self.error.place, self.error.detail
-        frames = traceback.extract_tb(self.error.__traceback__)
-        frames = [f for f in frames if os.path.dirname(f.filename) != _OWN_FOLDER and "asyncio" not in f.filename]
+        every = traceback.extract_tb(self.error.__traceback__)
+        frames = [f for f in every if os.path.dirname(f.filename) != _OWN_FOLDER and "asyncio" not in f.filename]
         if not frames:
             return None, ""
         last = frames[-1]

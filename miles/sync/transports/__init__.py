@@ -114,3 +114,6 @@ def choose(
 
     chain = config.delta.max_chain
     return DeltaTransport(directory, run_id=run_id, shard_bytes=config.bucket_bytes, max_chain=chain)
+
+
+__all__ = ["BucketTransport", "FolderTransport", "Transport", "choose"]

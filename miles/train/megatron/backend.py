@@ -114,7 +114,7 @@ class MegatronBackend(Backend):
             self.models["critic"] = TrainedModel(self.family, self.model, self.config, critic, *shared, head="value")
         self.frozen = FrozenModels(self._frozen_sources, self.config, *shared)
         self.scorer = Scorer(self.mesh, self.algo, self.model.vocab_size, self.temperature)
-        self._policy_objective = PolicyObjective(self.scorer, self.config.fused_loss)
+        self.policy_objective = PolicyObjective(self.scorer, self.config.fused_loss)
 
     @property
     def parallel_layout(self) -> ParallelLayout:
@@ -138,7 +138,7 @@ class MegatronBackend(Backend):
 
     def _step(self, batch: RankBatch) -> dict[str, float]:
         inputs = self._inputs(batch)
-        sums, norm = self.policy.gradient(inputs, self._policy_objective)
+        sums, norm = self.policy.gradient(inputs, self.policy_objective)
         metrics = sums.finish() | {"train/grad_norm": norm}
         broken = sums.nonfinite_tokens > 0 or not np.isfinite(norm)
         critic = self.models.get("critic")

@@ -52,8 +52,8 @@ class DocumentLayout:
             raise ValueError(f"every document needs at least one token, got lengths {list(lengths)[:8]}")
         starts = np.cumsum(sizes) - sizes
         positions = np.arange(int(sizes.sum())) - np.repeat(starts, sizes)
-        buckets = [Bucket(_move(rows, device)) for rows, _ in _rows_by_length(starts, sizes)]
-        return cls(_move(positions, device), tuple(buckets), _restore(buckets, len(positions), starts, sizes))
+        buckets = [Bucket(move_rows(rows, device)) for rows, _ in rows_by_length(starts, sizes)]
+        return cls(move_rows(positions, device), tuple(buckets), restore_rows(buckets, len(positions), starts, sizes))
 
     @classmethod
     def from_slice(cls, part: ContextSlice, device: torch.device, group: Any) -> DocumentLayout:
@@ -67,7 +67,7 @@ class DocumentLayout:
         gathered = np.empty(len(part.key_positions), dtype=np.int64)
         gathered[part.key_positions] = np.arange(len(part.key_positions))
         buckets = []
-        for rows, members in _rows_by_length(first, counts):
+        for rows, members in rows_by_length(first, counts):
             queries = order[rows]
             names = documents[members]
             lengths = np.asarray(part.unit_lengths)[names]
@@ -79,20 +79,20 @@ class DocumentLayout:
             seen |= (np.arange(rows.shape[1])[None, :] >= counts[members][:, None])[:, :, None]
             buckets.append(
                 Bucket(
-                    _move(queries, device),
-                    _move(gathered[plane], device),
-                    _move((seen & real[:, None, :])[:, None], device),
+                    move_rows(queries, device),
+                    move_rows(gathered[plane], device),
+                    move_rows((seen & real[:, None, :])[:, None], device),
                 )
             )
         # Bucket outputs follow the sorted order; undo it.
-        sorted_restore = _restore(buckets, len(order), first, counts)
+        sorted_restore = restore_rows(buckets, len(order), first, counts)
         restore = torch.empty_like(sorted_restore)
-        restore[_move(order, sorted_restore.device)] = sorted_restore
+        restore[move_rows(order, sorted_restore.device)] = sorted_restore
         positions = part.query_positions - whole_starts[mine]
-        return cls(_move(positions, device), tuple(buckets), restore, context_group=group)
+        return cls(move_rows(positions, device), tuple(buckets), restore, context_group=group)
 
 
-def _rows_by_length(starts: np.ndarray, sizes: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+def rows_by_length(starts: np.ndarray, sizes: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """(index rows [D, L] padded with 0, member documents [D]) for each power of two, so at most half is padding."""
     power = np.ceil(np.log2(sizes)).astype(np.int64)
     result = []
@@ -104,18 +104,18 @@ def _rows_by_length(starts: np.ndarray, sizes: np.ndarray) -> list[tuple[np.ndar
     return result
 
 
-def _restore(buckets: Sequence[Bucket], total: int, starts: np.ndarray, sizes: np.ndarray) -> torch.Tensor:
+def restore_rows(buckets: Sequence[Bucket], total: int, starts: np.ndarray, sizes: np.ndarray) -> torch.Tensor:
     """int64 [T]: where each token stands in the concatenated, padded bucket outputs."""
     device = buckets[0].queries.device
     restore = np.empty(total, dtype=np.int64)
     offset = 0
-    for rows, members in _rows_by_length(starts, sizes):
+    for rows, members in rows_by_length(starts, sizes):
         slots = offset + np.arange(rows.size).reshape(rows.shape)
         real = np.arange(rows.shape[1])[None, :] < sizes[members][:, None]
         restore[rows[real]] = slots[real]
         offset += rows.size
-    return _move(restore, device)
+    return move_rows(restore, device)
 
 
-def _move(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def move_rows(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)

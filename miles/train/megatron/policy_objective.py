@@ -17,6 +17,15 @@ from miles.train.errors import TrainError
 from miles.train.megatron.inputs import ModelInput
 from miles.train.megatron.scoring import Scorer
 
+FusedMode = Literal["auto", "on", "off"]
+
+
+def choose_fused(mode: FusedMode, *, on_gpu: bool, reason: str | None) -> bool:
+    """Whether to fuse; `reason` is why it cannot be, or None. `TrainError` where it must be and cannot."""
+    if mode == "on" and reason is not None:
+        raise TrainError(f"train.fused_loss is on but {reason}; use train.fused_loss=auto")
+    return reason is None and (mode == "on" or (mode == "auto" and on_gpu))
+
 
 @dataclass(frozen=True)
 class PolicyObjective:
@@ -24,7 +33,7 @@ class PolicyObjective:
     it is and fails where it cannot, off never. Both ways give the same loss, gradient and metrics up to rounding."""
 
     scorer: Scorer
-    fused: Literal["auto", "on", "off"]
+    fused: FusedMode
 
     def __call__(self, item: ModelInput, logits: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
         if self._fuses(item.tensors, logits):
@@ -41,8 +50,6 @@ class PolicyObjective:
         )
 
     def _fuses(self, tensors: BatchTensors, logits: torch.Tensor) -> bool:
-        if self.fused == "off" or (self.fused == "auto" and not logits.is_cuda):
-            return False
         algo = self.scorer.algo
         reason = why_not_fused(
             algo,
@@ -50,9 +57,7 @@ class PolicyObjective:
             on_policy=tensors.old_log_probs is None and not algo.correction.bypass,
             on_support=tensors.support_ids is not None,
         )
-        if reason is not None and self.fused == "on":
-            raise TrainError(f"train.fused_loss is on but {reason}; use train.fused_loss=auto")
-        return reason is None
+        return choose_fused(self.fused, on_gpu=logits.is_cuda, reason=reason)
 
     def _in_one_visit(self, item: ModelInput, logits: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
         from miles.algos.fused import fused_objective

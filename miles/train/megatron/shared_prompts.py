@@ -15,7 +15,7 @@ import torch
 
 from miles.data.batch import MicroBatch
 from miles.data.tensors import BatchTensors
-from miles.train.megatron.documents import Bucket, DocumentLayout, _move, _restore, _rows_by_length
+from miles.train.megatron.documents import Bucket, DocumentLayout, move_rows, restore_rows, rows_by_length
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ def share_prompts(
     if len(prompts) == len(batch.starts):
         return None
     parts = _lay_out(flat, batch, prompts, prompt_of, multiple)
-    layout = DocumentLayout(_move(parts.positions, device), *_buckets(parts, device))
+    layout = DocumentLayout(move_rows(parts.positions, device), *_buckets(parts, device))
     ends = parts.prompt_starts + parts.prompt_sizes - 1
     first = ends[prompt_of][batch.sequence]
     later = parts.response_starts[batch.sequence] + batch.response_index - 1
     index = np.where(batch.response_index == 0, first, later)
     shared = replace(
         tensors,
-        input_ids=_move(parts.tokens, device)[None],
-        position_ids=_move(parts.positions, device)[None],
+        input_ids=move_rows(parts.tokens, device)[None],
+        position_ids=move_rows(parts.positions, device)[None],
         bounds=None,
-        logit_index=_move(index, device),
+        logit_index=move_rows(index, device),
     )
     return shared, layout
 
@@ -105,18 +105,18 @@ def _lay_out(
 
 
 def _buckets(parts: _Parts, device: torch.device) -> tuple[tuple[Bucket, ...], torch.Tensor]:
-    buckets = [Bucket(_move(rows, device)) for rows, _ in _rows_by_length(parts.prompt_starts, parts.prompt_sizes)]
+    buckets = [Bucket(move_rows(rows, device)) for rows, _ in rows_by_length(parts.prompt_starts, parts.prompt_sizes)]
     prompt_total = int(parts.prompt_sizes.sum())
-    restore = _restore(buckets, prompt_total, parts.prompt_starts, parts.prompt_sizes)
+    restore = restore_rows(buckets, prompt_total, parts.prompt_starts, parts.prompt_sizes)
     answered = np.flatnonzero(parts.response_sizes)
     if len(answered) == 0:
         return tuple(buckets), restore
     offset = sum(bucket.queries.numel() for bucket in buckets)
     sizes = parts.response_sizes[answered]
-    for rows, members in _rows_by_length(parts.response_starts[answered], sizes):
+    for rows, members in rows_by_length(parts.response_starts[answered], sizes):
         buckets.append(_response_bucket(parts, rows, answered[members], device))
     responses = [bucket for bucket in buckets if bucket.keys is not None]
-    later = _restore(responses, int(sizes.sum()), parts.response_starts[answered] - prompt_total, sizes)
+    later = restore_rows(responses, int(sizes.sum()), parts.response_starts[answered] - prompt_total, sizes)
     return tuple(buckets), torch.cat([restore, later + offset])
 
 
@@ -134,4 +134,4 @@ def _response_bucket(parts: _Parts, rows: np.ndarray, sequences: np.ndarray, dev
     # Padding of a response row stands after its real tokens, so that causality hides it.
     own = np.broadcast_to(np.tril(np.ones((width, width), dtype=bool)), (len(real), width, width))
     allowed = np.concatenate([before, own], axis=2)[:, None]
-    return Bucket(_move(rows, device), _move(keys, device), _move(allowed, device))
+    return Bucket(move_rows(rows, device), move_rows(keys, device), move_rows(allowed, device))

@@ -94,8 +94,9 @@ def test_what_is_reached_by_any_road_is_not_reported(tmp_path, body):
 
 def test_a_program_started_by_its_path_runs(tmp_path):
     stock = "from pathlib import Path\n\ndef sell():\n    return Path(__file__).with_name('sweeper.py')\n"
-    sweeper = "def main():\n    pass\n\nif __name__ == '__main__':\n    main()\n"
-    assert check(tmp_path, {"cli.py": MAIN, "stock.py": stock, "sweeper.py": sweeper}) == []
+    sweeper = "import broom\n\ndef main():\n    broom.sweep()\n\nif __name__ == '__main__':\n    main()\n"
+    files = {"cli.py": MAIN, "stock.py": stock, "sweeper.py": sweeper, "broom.py": "def sweep():\n    pass\n"}
+    assert check(tmp_path, files) == []
 
 
 @pytest.mark.parametrize(
@@ -133,14 +134,23 @@ def test_a_registering_decorator_makes_a_function_reached_and_a_plain_one_does_n
         def helper():
             pass
 
+        class Till:
+            @app.check("cash")
+            def counted(self):
+                pass
+
+            @property
+            def empty(self):
+                pass
+
         @cache
         def slow():
             pass
 
         def sell():
-            return app
+            return app, Till
     """
-    assert check(tmp_path, {"cli.py": MAIN, "stock.py": stock}) == ["shop.stock.slow"]
+    assert check(tmp_path, {"cli.py": MAIN, "stock.py": stock}) == ["shop.stock.Till.empty", "shop.stock.slow"]
 
 
 def test_methods_called_by_a_name_in_a_string_or_by_a_library_are_stated_in_the_settings(tmp_path):

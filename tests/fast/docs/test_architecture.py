@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from pages import ROOT, read_page
 
 PAGE = read_page(ROOT / "docs" / "architecture.md")
+PAGE_LINES = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()
 # Bases that everything may import are not drawn, nor is the entry point of `python -m miles_ci`.
 BASES = {"miles": {"config"}, "miles_ci": {"errors", "environment", "valid_text", "__main__", "__version__"}}
 FOLDERS = {"miles": ROOT, "miles_ci": ROOT / "ci"}
@@ -100,3 +102,22 @@ def test_lazy_imports_count_and_imports_for_types_do_not(tmp_path: Path) -> None
         "def f():\n    from miles.lazy import g\n    import miles.other.deep\n"
     )
     assert imported("miles", tmp_path) == {("a", "lazy"), ("a", "other")}
+
+
+def test_every_seam_names_files_that_are_there_and_says_which_engines_the_loop_starts() -> None:
+    rows = re.findall(r"^\| [^|]+ \| `([\w/.]+\.py)` \| (.+) \|$", "\n".join(PAGE_LINES), re.MULTILINE)
+    assert len(rows) >= 8
+    for path, _ in rows:
+        assert (ROOT / path).is_file(), path
+    engines = next(text for path, text in rows if path == "miles/rollout/engine.py")
+    starts = "cannot be started by the training loop yet" not in (ROOT / "miles/orchestrate/backends.py").read_text()
+    assert ("which the loop does not start yet" not in engines) == starts
+
+
+def test_the_layers_name_every_package_of_miles_once() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(c["layers"] for c in contracts if c["type"] == "layers" and "miles.cli" in c["layers"])
+    named = re.findall(r"miles\.(\w+)", " ".join(layers))
+    rooms = {path.parent.name for path in (ROOT / "miles").glob("*/__init__.py")}
+    assert len(named) == len(set(named))
+    assert rooms - set(named) == {"observe"}, "which a contract of its own keeps apart"

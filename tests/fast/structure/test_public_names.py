@@ -14,8 +14,8 @@ import pytest
 from import_graph import FOLDERS, ROOT, imports_of, modules_of
 
 # Packages whose rooms all have an `__all__`.
-STATED = ("miles_ci",)
-USERS = ("tests", "benchmarks", "miles", "ci")
+STATED = ("miles", "miles_ci")
+USERS = ("tests", "benchmarks", "docs", "miles", "ci")
 IMPORT = re.compile(r"from ([\w.]+) import (?:\(([^)]*)\)|([\w, ]+))")
 
 
@@ -47,10 +47,10 @@ def used_from_outside(package: str) -> dict[str, dict[str, set[str]]]:
 
 
 def imported_anywhere(package: str) -> set[str]:
-    """Dotted names that product, tests and benchmarks import, also in source text that a test writes."""
+    """Dotted names that product, tests, benchmarks and documents import, also in source text that a test writes."""
     found = set()
     for folder in USERS:
-        for path in (ROOT / folder).rglob("*.py"):
+        for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]:
             text = path.read_text(encoding="utf-8")
             for source, bracketed, plain in IMPORT.findall(text) if package in text else ():
                 found |= {f"{source}.{name}" for name in re.findall(r"\w+", bracketed or plain)}

@@ -15,6 +15,7 @@ from miles_ci.bot.rerun.request import Request
 from miles_ci.declare.tree import scan_tree
 from miles_ci.errors import UsageError, suggestion
 from miles_ci.registry import Fleet
+from miles_ci.registry.hosted import is_hosted
 from miles_ci.select.registrations import Registration, build_catalog, eligible_pools
 from miles_ci.workflows.parts import EXTRA_MINUTES
 
@@ -50,7 +51,7 @@ def registrations(root: Path, fleet: Fleet, test_file: str) -> list[Registration
 def legs(root: Path, fleet: Fleet, request: Request, *, self_hosted: bool) -> list[Leg]:
     """Every enabled registration, narrowed by `suite=`.
 
-    `self_hosted` False: the commit is a fork's and not approved, so GPU registrations are refused.
+    `self_hosted` False: the commit may not run on machines of ours, so everything but hosted CPU legs is refused.
     """
     found = registrations(root, fleet, request.test_file)
     if request.suite:
@@ -66,9 +67,9 @@ def legs(root: Path, fleet: Fleet, request: Request, *, self_hosted: bool) -> li
         leg = _leg(fleet, item)
         if isinstance(leg, str):
             refused.append(leg)
-        elif leg.backend != "cpu" and not self_hosted:
+        elif not self_hosted and not is_hosted(leg.runs_on):
             refused.append(
-                f"{item.suite}: this fork commit is not approved for self-hosted runners (`/ok-to-test {request.head_sha[:12]}`)"
+                f"{item.suite}: this commit is not approved for self-hosted runners (`/ok-to-test {request.head_sha[:12]}`)"
             )
         else:
             out.append(leg)
@@ -93,9 +94,9 @@ def _leg(fleet: Fleet, item: Registration) -> Leg | str:
     return Leg(item.suite, suite.backend, pool.hardware, tuple(pool.labels), minutes)
 
 
-def outputs(found: list[Leg], images: Mapping[str, str], commits: Mapping[str, str]) -> dict[str, str]:
-    """Job outputs: a matrix and a count for each backend, what was planned, dependency commits."""
-    out: dict[str, str] = {}
+def outputs(sha: str, found: list[Leg], images: Mapping[str, str], commits: Mapping[str, str]) -> dict[str, str]:
+    """Job outputs: the commit that was judged, a matrix and a count for each backend, what was planned, dependencies."""
+    out: dict[str, str] = {"sha": sha}
     for backend in BACKENDS:
         entries = [
             {

@@ -73,9 +73,7 @@ def command_line(units: Sequence[Unit], files: Files, *, workers: int | None) ->
     return [sys.executable, "-m", "pytest", *options, *(word for unit in units for word in unit.targets())]
 
 
-def environment(
-    base: Mapping[str, str], root: Path, files: Files, extra: Mapping[str, str], *, gpu: bool
-) -> dict[str, str]:
+def environment(base: Mapping[str, str], files: Files, extra: Mapping[str, str], *, gpu: bool) -> dict[str, str]:
     """The environment of a test process; `extra` wins (lease, suite, visibility)."""
     env = {name: value for name, value in base.items() if name not in _PER_TEST_VARIABLES}
     env["MILES_CI_OBSERVED"] = str(files.events)

@@ -98,7 +98,8 @@ def _legs(backend: str) -> dict[str, Any]:
         "artifact": "rerun-${{ matrix.suite }}",
         "file": "${{ inputs.test_file }}",
         "node": "${{ inputs.node }}",
-        "ref": "${{ inputs.head_sha }}",
+        "ref": "${{ needs.resolve.outputs.sha }}",
+        "runs_on": "${{ toJSON(matrix.runs_on) }}",
         "suite": "${{ matrix.suite }}",
         "timeout_minutes": "${{ matrix.timeout_minutes }}",
     }
@@ -106,7 +107,6 @@ def _legs(backend: str) -> dict[str, Any]:
         given |= {
             "image": "${{ matrix.image }}",
             "dependency_commits": "${{ needs.resolve.outputs.dependency_commits }}",
-            "runs_on": "${{ toJSON(matrix.runs_on) }}",
         }
     return call(
         {"cpu": "_run-cpu-ci.yml", "cuda": "_run-ci.yml", "rocm": "_run-ci-rocm.yml"}[backend],
@@ -153,6 +153,7 @@ def rerun_test() -> dict[str, Any]:
                 *(f"{kind}_{backend}" for backend in backends for kind in ("count", "matrix")),
                 "dependency_commits",
                 "planned",
+                "sha",
             ],
         ),
     )

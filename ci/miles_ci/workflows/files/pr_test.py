@@ -7,10 +7,12 @@ pool off changes no file.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from miles_ci.errors import UsageError
 from miles_ci.registry import Fleet
+from miles_ci.registry.hosted import self_hosted_suites
 from miles_ci.workflows.parts import (
     EXTRA_MINUTES,
     both,
@@ -25,12 +27,16 @@ from miles_ci.workflows.parts import (
     run,
     setup_python,
     succeeded,
+    trusted_tools,
     upload,
 )
 
 READ = {"contents": "read"}
 # Fork, branch and merge-queue events carry the commit in different places.
 REF = "${{ inputs.ref || github.event.pull_request.head.sha || github.sha }}"
+# What the gate allowed, and nothing else, is checked out on machines of ours.
+AUTHORISED = "${{ needs.authorise.outputs.sha }}"
+DEPS_ENV = {"DIRECTIVES": "${{ needs.authorise.outputs.directives }}", "IMAGE_TAG": "${{ inputs.image_tag }}"}
 ALIVE = "!cancelled()"
 CALL_INPUTS: dict[str, Any] = {
     "cadence": {"description": "regular, nightly, weekly or release", "type": "string", "required": True},
@@ -93,7 +99,7 @@ def _plan_job(fleet: Fleet, suites: list[str], *, needs: tuple[str, ...] = (), r
         minutes=10,
         needs=needs,
         condition=both(ALIVE, *[succeeded(n) for n in needs]) if needs else None,
-        outputs=outputs_of("plan", ["bypass", "cadence", "count-gpu", "digest", *counts]),
+        outputs=outputs_of("plan", ["bypass", "cadence", "count-gpu", "count-self-hosted", "digest", *counts]),
     )
 
 
@@ -111,6 +117,31 @@ def _deps_job(base: str, needs: list[str], image: str, env: dict[str, str], ref:
     )
     permissions = READ | {"packages": "read", "pull-requests": "read"}
     return job(steps=steps, permissions=permissions, needs=needs, condition=base, outputs=outputs_of("deps", DEPS))
+
+
+def _authorise_job(
+    *, ref: str, number: str, needs: tuple[str, ...] = (), condition: str | None = None
+) -> dict[str, Any]:
+    """The one gate before machines of ours: default-branch code decides about one exact commit."""
+    question = run(
+        "Is this exact commit allowed to run?",
+        "python -m miles_ci bot authorise",
+        env={
+            "APP_ID": "${{ vars.MILES_CI_APP_ID }}",
+            "CADENCE": "${{ inputs.cadence }}",
+            "GITHUB_TOKEN": "${{ github.token }}",
+            "PULL_NUMBER": number,
+            "REF": ref,
+        },
+        step_id="authorise",
+    )
+    return job(
+        steps=[*trusted_tools(), question],
+        permissions={"checks": "read", "contents": "read", "pull-requests": "read"},
+        needs=needs,
+        condition=condition,
+        outputs=outputs_of("authorise", ["directives", "sha"]),
+    )
 
 
 def _image_jobs(
@@ -168,7 +199,9 @@ def _stage(fleet: Fleet, suite: str, *, ref: str, before: tuple[str, ...] = ()) 
         "suite": suite,
         "timeout_minutes": -(-spec.timeout_s // 60) + EXTRA_MINUTES,
     }
-    if gpu:
+    if not gpu:
+        given["runs_on"] = json.dumps(spec.runs_on)
+    else:
         given |= {
             "image": "${{ needs.resolve-image.outputs.image }}",
             **({"plan": "plan-rocm"} if spec.backend == "rocm" else {}),
@@ -225,14 +258,23 @@ def pr_test(fleet: Fleet) -> dict[str, Any]:
     roots = sorted({first_cpu_suite(fleet, suite) for suite in cuda}, key=str)
     needed = [root for root in roots if root is not None]
     jobs: dict[str, Any] = {"plan": _plan_job(fleet, [*cpu, *cuda], ref=REF, rocm=False)}
-    jobs |= {suite: _stage(fleet, suite, ref=REF) for suite in cpu}
-    if cuda:
-        base = both(
-            ALIVE, succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'", either(*map(needs_condition, roots))
+    own = self_hosted_suites(fleet)
+    gate = {suite: ("authorise",) if suite in own else () for suite in (*cpu, *cuda)}
+    if any(gate.values()):
+        wanted = f"{output('plan', 'count-self-hosted')} != '0'"
+        jobs["authorise"] = _authorise_job(
+            ref=REF,
+            number="${{ github.event.pull_request.number }}",
+            needs=("plan",),
+            condition=both(ALIVE, succeeded("plan"), wanted),
         )
-        env = {"IMAGE_TAG": "${{ inputs.image_tag }}"}
-        jobs |= _image_jobs(base, ["plan", *needed], default_image(fleet, "cuda"), env, REF, build=True)
-        jobs |= {suite: _stage(fleet, suite, ref=REF) for suite in cuda}
+    jobs |= {suite: _stage(fleet, suite, ref=AUTHORISED if gate[suite] else REF, before=gate[suite]) for suite in cpu}
+    if cuda:
+        ready = both(ALIVE, succeeded("plan"), succeeded("authorise"))
+        base = both(ready, f"{output('plan', 'count-gpu')} != '0'", either(*map(needs_condition, roots)))
+        before = ["plan", "authorise", *needed]
+        jobs |= _image_jobs(base, before, default_image(fleet, "cuda"), DEPS_ENV, AUTHORISED, build=True)
+        jobs |= {suite: _stage(fleet, suite, ref=AUTHORISED, before=gate[suite]) for suite in cuda}
     jobs["required-check"] = _required_check_job(list(jobs), [*cpu, *cuda], ref=REF)
     return {
         "name": "PR Test",
@@ -273,35 +315,16 @@ def default_image(fleet: Fleet, backend: str) -> str:
 
 def pr_test_rocm(fleet: Fleet) -> dict[str, Any]:
     rocm = suites_of(fleet, "rocm")
-    ref = "${{ needs.authorise.outputs.sha }}"
-    authorise = job(
-        steps=[
-            checkout(name="Check out the default branch", ref="${{ github.event.repository.default_branch }}"),
-            setup_python(),
-            install_ci(),
-            run(
-                "Is this exact commit allowed to run?",
-                "python -m miles_ci bot authorise",
-                env={
-                    "APP_ID": "${{ vars.MILES_CI_APP_ID }}",
-                    "CADENCE": "${{ inputs.cadence }}",
-                    "GITHUB_TOKEN": "${{ github.token }}",
-                    "PULL_NUMBER": "${{ github.event.pull_request.number || inputs.pull_number }}",
-                    "REF": "${{ inputs.ref || inputs.head_sha || github.event.pull_request.head.sha || github.sha }}",
-                },
-                step_id="authorise",
-            ),
-        ],
-        permissions={"checks": "read", "contents": "read", "pull-requests": "read"},
-        outputs=outputs_of("authorise", ["directives", "sha"]),
-    )
-    env = {"DIRECTIVES": "${{ needs.authorise.outputs.directives }}", "IMAGE_TAG": "${{ inputs.image_tag }}"}
+    ref = AUTHORISED
     jobs: dict[str, Any] = {
-        "authorise": authorise,
+        "authorise": _authorise_job(
+            ref="${{ inputs.ref || inputs.head_sha || github.event.pull_request.head.sha || github.sha }}",
+            number="${{ github.event.pull_request.number || inputs.pull_number }}",
+        ),
         "plan": _plan_job(fleet, rocm, needs=("authorise",), ref=ref, rocm=True),
     }
     base = both(ALIVE, succeeded("authorise"), succeeded("plan"), f"{output('plan', 'count-gpu')} != '0'")
-    jobs |= _image_jobs(base, ["authorise", "plan"], default_image(fleet, "rocm"), env, "", build=False)
+    jobs |= _image_jobs(base, ["authorise", "plan"], default_image(fleet, "rocm"), DEPS_ENV, "", build=False)
     jobs |= {suite: _stage(fleet, suite, ref=ref, before=("authorise",)) for suite in rocm}
     jobs["required-check"] = _required_check_job(list(jobs), rocm, ref=None, lane="-rocm")
     return {

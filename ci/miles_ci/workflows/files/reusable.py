@@ -30,6 +30,7 @@ _COMMON: dict[str, Any] = {
     "plan": {"description": "Artifact that holds plan.json", "type": "string", "required": False, "default": "plan"},
     "plan_digest": {"description": "Digest of the uploaded plan; required for a shard", **_TEXT},
     "ref": {"description": "Commit to test, 40 hex digits", "type": "string", "required": True},
+    "runs_on": {"description": "JSON list of runner labels", "type": "string", "required": True},
     "shard": {"description": "i/n, counted from 1", **_TEXT},
     "suite": {"description": "Suite id of registry.yaml", "type": "string", "required": True},
     "timeout_minutes": {"description": "Limit of the job", "type": "number", "required": True},
@@ -40,7 +41,6 @@ _GPU: dict[str, Any] = {
         **_TEXT,
     },
     "image": {"description": "Container image by digest", "type": "string", "required": True},
-    "runs_on": {"description": "JSON list of runner labels", "type": "string", "required": True},
 }
 # Shard or file, decided once, in one place, for every backend.
 _SCRIPT = """
@@ -87,7 +87,9 @@ def _cpu() -> dict[str, Any]:
 python -m miles_ci.workflows.requirements pyproject.toml {HARNESS_PROJECTS} --extra dev > requirements.txt
 {PIP} --requirement requirements.txt
 """
+    ours = "runner.environment == 'self-hosted'"
     steps = [
+        clean_workspace("Clean the workspace", when=ours),
         checkout(ref="${{ inputs.ref }}"),
         setup_python(),
         _plan(),
@@ -95,11 +97,13 @@ python -m miles_ci.workflows.requirements pyproject.toml {HARNESS_PROJECTS} --ex
         run("Install what pyproject.toml names", install),
         _run_suite(),
         _results(),
+        clean_workspace("Clean the workspace again", when=f"always() && {ours}"),
     ]
     body = job(
         steps=steps,
         permissions={"contents": "read"},
         minutes="${{ inputs.timeout_minutes }}",
+        runs_on="${{ fromJSON(inputs.runs_on) }}",
         name="${{ inputs.suite }}",
     )
     return _document("Run CPU suite", _COMMON, body)

@@ -13,7 +13,7 @@ from miles_ci.workflows.files.pr_test import suites_of
 from miles_ci.workflows.parts import call
 
 # The union of what the called jobs ask for: a called workflow can only shrink it.
-CUDA = {"contents": "read", "packages": "write", "pull-requests": "read"}
+CUDA = {"checks": "read", "contents": "read", "packages": "write", "pull-requests": "read"}
 ROCM = {"checks": "read", "contents": "read", "packages": "read", "pull-requests": "read"}
 
 

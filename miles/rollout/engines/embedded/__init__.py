@@ -8,6 +8,5 @@ Start one with `launch`, or by hand:
 """
 
 from miles.rollout.engines.embedded.launch import launch, start
-from miles.rollout.engines.process import EngineHandle, StartingEngine
 
-__all__ = ["EngineHandle", "StartingEngine", "launch", "start"]
+__all__ = ["launch", "start", "weight_group"]

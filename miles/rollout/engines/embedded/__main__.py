@@ -150,7 +150,8 @@ def _serve(server: Any, token: str, listener: socket.socket, report: Any) -> int
 
     class Server(uvicorn.Server):
         # An engine has nothing to save: it ends at once on a signal, whatever is running.
-        capture_signals = contextlib.nullcontext
+        def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]  # used as a context only
+            return contextlib.nullcontext()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda caught, _: os._exit(128 + caught))

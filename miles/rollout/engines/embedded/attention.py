@@ -141,6 +141,7 @@ class AttentionPlan:
             if out is None:
                 out = torch.zeros(self.rows, part.shape[1], dtype=part.dtype, device=part.device)
             out[group.target_rows] = part
+        assert out is not None, "a pass without rows"
         return out
 
 

@@ -19,7 +19,7 @@ from miles.rollout.engines.embedded.attention import ROW_BLOCK
 def rows_are_independent(weights: Iterable[torch.Tensor]) -> bool:
     """Compare products of different row counts bit for bit, for each distinct matrix shape, and attention's sums."""
     generator = torch.Generator().manual_seed(0)
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, ...]] = set()
     device, dtype = torch.device("cpu"), torch.float32
     for weight in weights:
         device, dtype = weight.device, weight.dtype

@@ -51,6 +51,12 @@ class Job:
         for index, request in enumerate(self.requests):
             request.job, request.index = self, index
 
+    def answers(self) -> list[Output | Refusal]:
+        """All results, in the order of the requests; once none is missing."""
+        found = [result for result in self.results if result is not None]
+        assert len(found) == len(self.requests)
+        return found
+
     def settle(self, index: int, result: Output | Refusal) -> None:
         if self.results[index] is None:
             self.results[index] = result

@@ -79,10 +79,12 @@ class EngineServer:
         results = await self._run(requests, request)
         if results is None:
             return Response(status_code=499)
+        outputs: list[Output] = []
         for result in results:
             if isinstance(result, Refusal):
                 return error_reply(result.status, result.kind, result.message)
-        replies = [reply_for(r, out) for r, out in zip(requests, results, strict=True)]
+            outputs.append(result)
+        replies = [reply_for(r, out) for r, out in zip(requests, outputs, strict=True)]
         return json_reply(replies if batched else replies[0])
 
     async def _run(self, requests: list[EngineRequest], connection: Request | None) -> list[Output | Refusal] | None:
@@ -98,7 +100,7 @@ class EngineServer:
         self._scheduler.submit(job)
         if connection is None:
             await finished
-            return job.results
+            return job.answers()
         gone = asyncio.create_task(disconnected(connection))
         try:
             await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -106,7 +108,7 @@ class EngineServer:
             gone.cancel()
             if not finished.done():
                 self._scheduler.abort_requests(requests)
-        return job.results if finished.done() else None
+        return job.answers() if finished.done() else None
 
     async def pause(self, request: Request) -> Response:
         fields = await _fields(request)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from miles.rollout.engines.embedded.pages import PAGE, SCRATCH
 from miles.rollout.engines.embedded.requests import EngineRequest
 from miles.rollout.engines.embedded.sampling import SamplingRows
+
+# In a slot that is free: nothing may be read of it.
+_NOBODY: Any = None
 
 
 class Slots:
@@ -19,7 +23,7 @@ class Slots:
         self.capacity = capacity
         self.free = list(range(capacity - 1, -1, -1))
         # None (never read) where the slot is free.
-        self.request: list[EngineRequest] = [None] * capacity  # type: ignore[list-item]
+        self.request: list[EngineRequest] = [_NOBODY] * capacity
         self.pages: list[list[int]] = [[] for _ in range(capacity)]
         self.length = np.zeros(capacity, dtype=np.int64)
         self.last_token = np.zeros(capacity, dtype=np.int64)
@@ -75,7 +79,7 @@ class Slots:
 
     def give_back(self, slot: int) -> list[int]:
         """Free the slot; returns its pages, which the caller releases."""
-        pages, self.pages[slot], self.request[slot] = self.pages[slot], [], None  # type: ignore[assignment]
+        pages, self.pages[slot], self.request[slot] = self.pages[slot], [], _NOBODY
         self.free.append(slot)
         return pages
 

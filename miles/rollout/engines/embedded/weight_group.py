@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
@@ -44,13 +45,14 @@ class WeightGroup:
             raise WeightWireError(f"weight group backend {backend!r}: this engine offers {', '.join(BACKENDS)}")
         self.name = name
         self._limit = timedelta(seconds=timeout_s)
-        listening = {} if listen_fd is None else {"master_listen_fd": listen_fd}
+        listening: dict[str, Any] = {} if listen_fd is None else {"master_listen_fd": listen_fd}
         store = TCPStore(address, port, size, rank == 0, timeout=self._limit, wait_for_workers=False, **listening)
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=local_address(address))]
+        gloo: Any = ProcessGroupGloo  # torch states neither its options nor its collectives
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=local_address(address))]
         options._timeout = self._limit
         self._store = store
-        self._group = ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        self._group: Any = gloo(PrefixStore(name, store), rank, size, options)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def send(self, buffer: torch.Tensor) -> None:

@@ -5,6 +5,6 @@ A small supervisor process of ours (`python -m miles.rollout.engines.sglang`) le
 parent. What a build offers is read by `EngineClient.info()`.
 """
 
-from miles.rollout.engines.sglang.launch import launch, start
+from miles.rollout.engines.sglang.launch import launch
 
-__all__ = ["launch", "start"]
+__all__ = ["launch"]

@@ -33,3 +33,6 @@ def build_reward(config: RewardConfig, data: DataConfig | None = None, *, seed: 
     if config.kind == "task":
         return task(config.options, data, seed=seed)
     return KINDS[config.kind](config.options)
+
+
+__all__ = ["build_reward"]

@@ -46,7 +46,7 @@ def test_fused_steps_equal_unfused_steps(precision, grouped, runs):
 
 
 @pytest.mark.parametrize(("precision", "grouped"), CASES)
-def test_auto_is_the_fused_way_on_a_gpu(precision, grouped, runs):
+def test_auto_repeats_the_fused_first_step(precision, grouped, runs):
     auto, fused = runs[precision, grouped, "auto"], runs[precision, grouped, "on"]
     for key in ("train/loss", "train/entropy"):
         assert auto["curve"][0][key] == pytest.approx(fused["curve"][0][key], rel=1e-6), key

@@ -206,10 +206,30 @@ def test_a_same_repository_author_with_write_access_needs_no_approval(hub: GitHu
 
 
 def test_a_cadence_is_believed_only_from_our_own_events(hub: GitHub, job: Job) -> None:
-    assert authorise(job, CADENCE="nightly", PULL_NUMBER="", GITHUB_EVENT_NAME="schedule") == 0
-    assert authorise(job, CADENCE="nightly", PULL_NUMBER="5", GITHUB_EVENT_NAME="schedule") == 2
-    assert authorise(job, CADENCE="nightly", PULL_NUMBER="", GITHUB_EVENT_NAME="pull_request_target") == 2
-    assert authorise(job, "main", CADENCE="nightly", PULL_NUMBER="", GITHUB_EVENT_NAME="schedule") == 2
+    ours = {"CADENCE": "nightly", "PULL_NUMBER": "", "GITHUB_SHA": HEAD}
+    assert authorise(job, **ours, GITHUB_EVENT_NAME="schedule") == 0
+    assert authorise(job, **(ours | {"PULL_NUMBER": "5"}), GITHUB_EVENT_NAME="schedule") == 2
+    for name in ("pull_request_target", "pull_request", "merge_group", "workflow_run", "issue_comment"):
+        assert authorise(job, **ours, GITHUB_EVENT_NAME=name) == 2
+    assert authorise(job, "main", **ours, GITHUB_EVENT_NAME="schedule") == 2
+
+
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [("schedule", 0), ("push", 0), ("workflow_dispatch", 0), ("merge_group", 0)]
+    + [
+        (name, 2)
+        for name in ("pull_request", "pull_request_target", "workflow_run", "issue_comment", "repository_dispatch")
+    ],
+)
+def test_without_a_pull_request_only_the_own_commit_of_our_own_events_passes(
+    hub: GitHub, job: Job, event: str, code: int
+) -> None:
+    ours = {"PULL_NUMBER": "", "GITHUB_SHA": HEAD, "GITHUB_EVENT_NAME": event}
+    assert authorise(job, **ours) == code
+    # A dispatch can name any commit, a fork's too: they all share one object store.
+    assert authorise(job, "e5" * 20, **ours) == 2
+    assert hub.seen == []
 
 
 def request_env(**values: str) -> dict[str, str]:

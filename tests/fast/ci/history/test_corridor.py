@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_ci.history import corridor
-from miles_ci.history.corridor import ERROR, FAIL, INACTIVE, PASS, Point, Writer
+from miles_ci.history.corridor import ERROR, FAIL, INACTIVE, PASS, MetricVerdict, Point, Writer
 from miles_ci.history.errors import MetricError
 from miles_ci.history.records import CANDIDATE, TRUSTED, MetricIdentity
 from miles_ci.history.sqlite import SqliteStore
@@ -200,3 +200,8 @@ def test_records_of_several_files_are_joined_and_names_of_non_finite_values_are_
     assert [step for step, _ in series] == [1, 2, 3]
     assert math.isnan(series[1][1])
     assert series[2][1] == -math.inf
+
+
+def test_a_value_outside_and_one_that_cannot_be_judged_block():
+    blocking = {kind: MetricVerdict("loss", kind, "").blocks for kind in (PASS, FAIL, INACTIVE, ERROR)}
+    assert blocking == {PASS: False, FAIL: True, INACTIVE: False, ERROR: True}

@@ -130,7 +130,7 @@ def test_the_run_steps_really_run_and_the_job_ends_as_simulated(
     assert ("success" if done.returncode == 0 else "failure") == result, log[-3000:]
     assert f"Job {'succeeded' if result == 'success' else 'failed'}" in log
     for step in workflow.jobs["run"].steps:
-        if "run" in step:
+        if "run" in step and "runner.environment" not in step.get("if", ""):  # act says nothing of the machine
             assert f"Main {step['name']}" in log, step["name"]
     assert "suite stage-a-cpu, shard 1/1: 1 file(s)" in log
     if result == "failure":

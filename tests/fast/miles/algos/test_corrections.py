@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from miles.algos.config import CorrectionConfig, RejectConfig
-from miles.algos.corrections import importance_weights
+from miles.algos.corrections import importance_weights, opsm_mask
 from miles.algos.sequences import Sequences
 
 LN2 = math.log(2.0)
@@ -104,3 +104,43 @@ def test_weights_carry_no_gradient():
 def test_contradicting_options_are_refused(options, message):
     with pytest.raises(ValidationError, match=message):
         CorrectionConfig(**options)
+
+
+def one_sequence(*gaps: float, config: CorrectionConfig):
+    """Weights of one sequence whose log-probs lie `gaps` above the rollout's, every token active."""
+    n = len(gaps)
+    sequence = Sequences(torch.zeros(n, dtype=torch.int64), torch.tensor([n]))
+    return importance_weights(torch.tensor(gaps), torch.zeros(n), torch.ones(n, dtype=torch.bool), sequence, config)
+
+
+def test_a_weight_exactly_at_a_bound_is_inside_it():
+    up, down = (float(torch.tensor(gap).exp()) for gap in (0.5, -0.5))
+    for config in (
+        CorrectionConfig(mode="mask", lo=down, hi=up),
+        CorrectionConfig(reject=RejectConfig(level="token", lo=down, hi=up)),
+        CorrectionConfig(veto=down),
+    ):
+        assert not one_sequence(0.5, -0.5, config=config).rejected.any()
+    for gap in (0.501, -0.501):
+        assert one_sequence(gap, config=CorrectionConfig(mode="mask", lo=down, hi=up)).rejected.all()
+        assert one_sequence(
+            gap, config=CorrectionConfig(reject=RejectConfig(level="token", lo=down, hi=up))
+        ).rejected.all()
+    assert one_sequence(-0.501, 0.5, config=CorrectionConfig(veto=down)).rejected.tolist() == [True, True]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights_are_bounded_by_e_to_the_20_at_every_level(level):
+    for sign in (1.0, -1.0):
+        raw = one_sequence(sign * 150.0, sign * 150.0, config=CorrectionConfig(mode="truncate", level=level)).raw
+        torch.testing.assert_close(raw, torch.full((2,), math.exp(sign * 20.0)))
+    # What the bound holds above a veto below it is not vetoed.
+    assert not one_sequence(-150.0, config=CorrectionConfig(veto=1e-9)).rejected.any()
+
+
+def test_opsm_drops_only_negative_advantages_beyond_delta():
+    old = torch.full((6,), 0.5)
+    new = torch.tensor([0.0, 0.0, 0.0, -0.5, -0.5, -0.5])  # moved by exactly 0.5, and by 1
+    advantages = torch.tensor([-1.0, 0.0, 1.0, -1.0, 0.0, 1.0])
+    kept = opsm_mask(new, old, advantages, torch.ones(6, dtype=torch.bool), SEQUENCES, delta=0.5)
+    assert kept.tolist() == [True, True, True, False, True, True]

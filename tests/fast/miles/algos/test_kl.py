@@ -138,3 +138,12 @@ def test_support_exact_is_the_kl_on_each_support():
         torch.testing.assert_close(out[row], expected)
     with pytest.raises(ValueError, match="must be on the same support"):
         kl.support_exact(log_policy, log_reference[:5], torch.tensor([0, 3, 4, 6]))
+
+
+def test_low_var_is_bounded_in_value_and_gradient_however_far_the_policies_are():
+    d = torch.tensor([-100.0, -25.0, 25.0, 100.0], requires_grad=True)
+    out = kl.low_var(d)
+    assert out.tolist() == [10.0] * 4
+    (grad,) = torch.autograd.grad(out.sum(), d)
+    # Without the bound on d the first would be 0 times infinity.
+    assert grad.tolist() == [0.0] * 4

@@ -143,6 +143,26 @@ def test_masked_tokens_cannot_make_values_or_gradients_non_finite(loss):
     assert grad[1] == grad[3] == 0.0
 
 
+def test_a_sequence_s_ratio_is_bounded_too():
+    for sign in (1.0, -1.0):
+        logp = torch.full((3,), sign * 500.0, requires_grad=True)
+        out = gspo(logp, torch.zeros(3), torch.ones(3), ALL, sequences(3), low=0.8, high=1.2)
+        torch.testing.assert_close(out.ratio, torch.full((3,), math.exp(sign * 20.0)))
+        assert torch.isfinite(torch.autograd.grad(out.loss.sum(), logp)[0]).all()
+
+
+def test_the_clips_that_metrics_count_are_those_that_act():
+    advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0, -1.0, 0.0, 0.0])
+    options = {"old": torch.zeros(7), "advantages": advantages, "mask": torch.ones(7, dtype=torch.bool)}
+    dual = dual_clip(ratios(4.0, 4.0, 2.0, 0.5, 0.5, 4.0, 0.5), low=0.8, high=1.2, c=3.0, **options)
+    # The ceiling c acts on A < 0 alone, the upper bound on A > 0, the lower one on A < 0.
+    assert dual.clipped_high.tolist() == [True, True, False, False, False, False, False]
+    assert dual.clipped_low.tolist() == [False, False, False, False, True, False, False]
+    weighted = cispo(ratios(4.0, 4.0, 1.0, 0.5, 0.5, 1.1, 0.9), low=0.8, high=1.2, **options)
+    assert weighted.clipped_high.tolist() == [True, True, False, False, False, False, False]
+    assert weighted.clipped_low.tolist() == [False, False, False, True, True, False, False]
+
+
 def test_huge_ratios_are_clamped_not_infinite():
     logp = torch.tensor([500.0, -500.0, 0.0], requires_grad=True)
     out = ppo_clip(logp, torch.zeros(3), torch.tensor([-1.0, -1.0, 1.0]), ALL, low=0.8, high=1.2)

@@ -325,3 +325,27 @@ def test_steps_of_a_global_batch_have_their_own_denominators(make_samples):
     assert prepared.trained == [(0, 1), (2, 3), (4, 5)]
     for step, members in zip(prepared.steps, prepared.trained, strict=True):
         assert step.denominators.tokens == sum(int(samples[i].loss_mask.sum()) for i in members)
+
+
+def test_the_99th_percentile_of_weights_is_of_trained_tokens_to_one_percent(make_samples):
+    samples = make_samples(60)
+    for sample in samples:
+        sample.old_log_probs = sample.rollout_log_probs + np.float32(np.log(4.0))
+        sample.loss_mask[:] = 0
+    samples[0].loss_mask[0] = 1
+    samples[1].loss_mask[0] = 1
+    everything = prepare_scoring(samples, ScheduleConfig(max_tokens_per_gpu=10_000)).ranks[0][0]
+    batch = to_tensors(everything)
+    assert int((~batch.mask).sum()) >= 200
+    _, sums = step_objective(batch.old_log_probs.clone().requires_grad_(True), batch, AlgoConfig())
+    assert sums.finish()["mismatch/w_p99"] == pytest.approx(4.0, rel=0.006)
+
+
+def test_the_smallest_support_mass_is_that_of_the_batches_that_have_one(make_samples):
+    (batch,) = batches(make_samples(4), AlgoConfig())[:1]
+    mass = torch.full((len(batch.mask),), 0.75)
+    mass[batch.mask.nonzero()[0]] = 0.25
+    log_probs = batch.old_log_probs.clone().requires_grad_(True)
+    _, sums = step_objective(log_probs, batch, AlgoConfig(), support_mass=mass)
+    total = MetricSums.zeros() + sums
+    assert total.finish()["mismatch/support_mass_min"] == 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from miles.algos.advantages import estimator
 from miles.algos.config import AlgoConfig, KLConfig
 from miles.algos.declared import BUILT_IN, Declared
 from miles.algos.losses import loss_function, policy_loss
-from miles.algos.objective import step_objective
+from miles.algos.objective import NonFiniteError, step_objective
 from miles.algos.sequences import Sequences
 from miles.algos.step_batches import count_for, estimate_advantages, prepare_steps
 from miles.config import ConfigError
@@ -193,6 +194,24 @@ def test_an_own_loss_gets_the_reference_it_declares_and_nothing_masked_reaches_t
     torch.testing.assert_close(found.loss, torch.where(mask, (log_probs - reference) ** 2, 0.0))
     torch.testing.assert_close(found.ratio, torch.where(mask, log_probs.exp(), 1.0).detach())
     assert not found.clipped_low.any()
+
+
+def test_the_reference_of_a_declaring_loss_comes_from_the_batch_and_is_looked_at(make_samples, own):
+    given = own(
+        "@declares(reference=True)\ndef f(inputs):\n    return (inputs.log_probs - inputs.ref_log_probs) ** 2\n"
+    )
+    config = AlgoConfig(loss=given)
+    batch = to_tensors(prepare_steps(make_samples(6), config, ScheduleConfig()).steps[0].ranks[0][0])
+    log_probs = batch.old_log_probs.clone().requires_grad_(True)
+    loss, _ = step_objective(log_probs, batch, config)
+    expected = ((batch.old_log_probs - batch.ref_log_probs) ** 2 * batch.weights).sum()
+    torch.testing.assert_close(loss, expected)
+    with pytest.raises(ValueError, match="declares a reference, but the samples have no ref_log_probs"):
+        step_objective(log_probs, replace(batch, ref_log_probs=None), config)
+    broken = batch.ref_log_probs.clone()
+    broken[batch.mask.nonzero()[0]] = torch.nan
+    with pytest.raises(NonFiniteError, match="reference log-prob nan"):
+        step_objective(log_probs, replace(batch, ref_log_probs=broken), config)
 
 
 @pytest.mark.parametrize(

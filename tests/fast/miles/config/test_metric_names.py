@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from miles.config.metric_names import METRICS, REFUSED, SIGNED, signed
+from miles.config.metric_names import METRICS, SIGNED, signed, unregistered
+from miles.config.metric_table import COLUMNS, FINAL, PATTERNS, REFUSED, STEP
 from miles.quant.config import MetricGate
 
 
@@ -31,3 +32,21 @@ def test_counts_of_filters_are_never_negative_and_of_other_names_nothing_is_know
     with pytest.raises(ValidationError, match="'custom/gap': the metric is signed"):
         MetricGate(name="custom/gap", max=1.0)
     assert MetricGate(name="custom/gap", max=1.0, signed=False).is_signed is False
+
+
+def test_a_row_may_hold_columns_metrics_and_names_of_users_and_nothing_else() -> None:
+    row = ["step", "weight_version", "train/loss", "rollout/reward/format", "rollout/refused/zero_std"]
+    assert unregistered(row) == []
+    assert unregistered([*row, "train/los", "eval/reward_mean", "steps", "rollout/reward/"]) == [
+        "train/los",
+        "eval/reward_mean",
+        "steps",
+        "rollout/reward/",
+    ]
+
+
+def test_every_metric_is_listed_once_with_a_unit_and_a_meaning() -> None:
+    listed = [*COLUMNS, *STEP, *PATTERNS, *FINAL]
+    assert len({metric.name for metric in listed}) == len(listed)
+    assert [metric.name for metric in listed if not metric.unit or len(metric.meaning.split()) < 2] == []
+    assert [metric.name for metric in listed if set("|\n") & set(metric.meaning + metric.unit + metric.when)] == []

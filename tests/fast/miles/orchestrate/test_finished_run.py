@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from miles.config import ConfigError
-from miles.orchestrate.errors import ExpectationMissed
+from miles.orchestrate.errors import ExpectationMissed, PlacementError
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.orchestrate.train import train
 from miles.recipe.schema import Recipe
@@ -83,3 +83,22 @@ def test_log_that_cannot_be_read_is_refused_before_anything_starts(finished) -> 
     folder.metrics.mkdir()
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: is not a file"):
         again(made)
+
+
+def test_a_finished_run_is_reported_where_it_could_not_run(finished, monkeypatch) -> None:
+    monkeypatch.setattr("miles.orchestrate.train.check_placement", lambda _: pytest.fail("nothing is placed"))
+    made, _ = finished(0.2)
+    assert again(made) == "tiny: done"
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_without_a_place_leaves_its_folder_as_it_was(finished, monkeypatch, recipe, fresh: bool) -> None:
+    def refuse(_: Recipe) -> None:
+        raise PlacementError("needs 9 GPUs")
+
+    made, folder = finished(0.2) if fresh else (recipe(), locate(recipe(), []))
+    monkeypatch.setattr("miles.orchestrate.train.check_placement", refuse)
+    with pytest.raises(PlacementError, match="needs 9 GPUs"):
+        train(made, [], fresh=fresh, console=Console(quiet=True))
+    assert folder.result.exists() == fresh
+    assert folder.path.exists() == fresh

@@ -6,6 +6,8 @@ import fcntl
 import io
 import os
 import signal
+import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +23,7 @@ from miles.orchestrate.cluster import PREFIX, local_cluster
 from miles.orchestrate.doctor import abilities
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.placement import ClusterFacts, NodeFacts
+from miles.orchestrate.process_mark import VARIABLE
 
 CORE = {"torch": "2", "ray": "2", "megatron-core": "0.16", "safetensors": "0.8"}
 
@@ -96,7 +99,9 @@ def test_cluster_has_its_own_folder_and_no_dashboard_and_removes_it(fake_ray: li
     with local_cluster(cpus=3) as cluster:
         options = fake_ray[0]
         assert cluster.folder.is_dir()
-        assert options["_temp_dir"] == str(cluster.folder)
+        assert options["_temp_dir"] == str(cluster.folder / "r")
+        assert stat.S_IMODE(cluster.folder.stat().st_mode) == 0o700
+        assert options["_node_ip_address"] == "127.0.0.1"
         assert (options["address"], options["num_cpus"], options["include_dashboard"]) == ("local", 3, False)
     assert fake_ray[1:] == ["shutdown"]
     assert not cluster.folder.exists()
@@ -111,7 +116,7 @@ def test_failed_start_stops_ray_and_removes_the_folder(fake_ray: list[Any], tmp_
         with local_cluster(cpus=1):
             pass
     assert fake_ray == ["shutdown"]
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [f"miles-start-{os.getuid()}.lock"]
 
 
 def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(fake_ray: list[Any], tmp_path: Path) -> None:
@@ -125,7 +130,11 @@ def test_folders_of_killed_runs_are_removed_and_those_of_living_ones_stay(fake_r
         fcntl.flock(lock, fcntl.LOCK_EX)
         with local_cluster(cpus=1):
             pass
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"{PREFIX}alive", "somebody-elses"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        f"{PREFIX}alive",
+        f"miles-start-{os.getuid()}.lock",
+        "somebody-elses",
+    ]
 
 
 def test_a_long_temporary_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,3 +201,67 @@ def test_callers_need_a_token_of_this_run(fake_ray: list[Any], monkeypatch: pyte
     with local_cluster(cpus=1):
         assert os.environ["RAY_AUTH_MODE"] == "token"
         assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+
+
+def test_a_slow_start_of_a_busy_machine_is_told_from_a_failure(
+    fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(sys.modules["ray"], "init", fail)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for load, said in (
+        (23.9, r"machine is busy \(23\.9 runnable processes on 2 processors\)"),
+        (0.5, "a process failed"),
+    ):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        with pytest.raises(RunError, match=said):
+            with local_cluster(cpus=1):
+                pass
+
+
+def test_what_the_run_starts_has_its_mark_and_nothing_else_keeps_it(fake_ray: list[Any]) -> None:
+    before = os.environ.get(VARIABLE)
+    with local_cluster(cpus=1):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        first = os.environ[VARIABLE]
+        assert len(first) == 32
+    assert child.wait(5) == -signal.SIGKILL
+    assert os.environ.get(VARIABLE) == before
+    with local_cluster(cpus=1):
+        assert os.environ[VARIABLE] != first
+
+
+def test_a_shutdown_that_waits_for_ever_is_not_waited_for(fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    unregistered: list[Any] = []
+    monkeypatch.setattr(sys.modules["ray"], "shutdown", lambda: time.sleep(60))
+    monkeypatch.setattr(cluster, "SHUTDOWN_WAIT_S", 0.2)
+    monkeypatch.setattr(cluster.atexit, "unregister", unregistered.append)
+    started = time.monotonic()
+    with local_cluster(cpus=1) as running:
+        pass
+    assert time.monotonic() - started < 20
+    assert unregistered == [sys.modules["ray"].shutdown]
+    assert not running.folder.exists()
+
+
+def test_the_start_waits_for_another_run_and_says_so(fake_ray: list[Any], tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from miles.orchestrate.start_turn import *; from pathlib import Path\n"
+        "with start_turn(lock_path(sys.argv[1]), print):\n print('held', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        assert not [call for call in fake_ray if isinstance(call, dict)]
+        other.kill()  # and with it its lock
+
+    with local_cluster(cpus=1, note=note):
+        assert len([call for call in fake_ray if isinstance(call, dict)]) == 1
+    assert notes == [f"waiting for another run to start Ray (process {other.pid})"]
+    other.wait()

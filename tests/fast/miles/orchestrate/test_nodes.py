@@ -60,6 +60,22 @@ def test_a_lost_node_ends_a_wait_with_its_name_and_what_it_held(spread, monkeypa
     assert raised.value.exit_code == 1
 
 
+def test_after_a_loss_the_command_can_still_wait_for_its_cleanup(spread, monkeypatch, quick) -> None:
+    monkeypatch.setattr(node_watch, "lost_nodes", lambda _: ["b" * 20])
+
+    async def body() -> int:
+        try:
+            async with watching_nodes(spread):
+                await asyncio.sleep(60)
+        except NodeLost:
+            task = asyncio.current_task()
+            assert task is not None
+            return task.cancelling()
+        return -1
+
+    assert asyncio.run(body()) == 0
+
+
 def test_what_other_ranks_make_of_a_lost_node_is_told_as_its_loss(spread, monkeypatch, quick) -> None:
     answers = [[], [], ["b" * 20]]
     monkeypatch.setattr(node_watch, "lost_nodes", lambda _: answers.pop(0) if len(answers) > 1 else answers[0])
@@ -80,9 +96,13 @@ def test_errors_on_nodes_that_are_all_there_stay_what_they_are(spread, monkeypat
     async def fail(error: Exception) -> None:
         raise error
 
-    for error in (RunError("own fault"), ConfigError("user's fault")):
-        with pytest.raises(type(error), match="fault"):
-            run(spread, lambda error=error: fail(error))
+    with pytest.raises(RunError, match="own fault"):
+        run(spread, lambda: fail(RunError("own fault")))
+    assert asked
+    asked.clear()
+    with pytest.raises(ConfigError, match="user's fault"):
+        run(spread, lambda: fail(ConfigError("user's fault")))
+    assert not asked, "what the user must mend is said at once"
 
     async def interrupt() -> None:
         raise asyncio.CancelledError
@@ -94,7 +114,6 @@ def test_errors_on_nodes_that_are_all_there_stay_what_they_are(spread, monkeypat
         return "done"
 
     assert run(spread, result) == "done"
-    assert asked
 
 
 def test_a_run_on_the_drivers_node_alone_is_not_watched(alone, monkeypatch, quick) -> None:

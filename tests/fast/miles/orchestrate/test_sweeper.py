@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from miles.orchestrate import sweeper
+from miles.orchestrate.process_mark import VARIABLE
 
+SWEEPER = Path(__file__).resolve().parents[4] / "miles" / "orchestrate" / "sweeper.py"
 SLEEP = "import time; time.sleep(120)"
 
 
@@ -34,9 +38,9 @@ def test_the_end_of_the_pipe_ends_every_member_and_removes_the_folder(tmp_path: 
     agent = started(sys.executable, "-c", SLEEP, f"--session-dir={folder}/session", start_new_session=True)
     stranger = started(sys.executable, "-c", SLEEP, f"--session-dir={tmp_path}/miles-ray-other")
     reader = started("tail", "-f", "-n", "0", "--retry", f"{folder}/log", stderr=subprocess.DEVNULL)
-    program = started(sys.executable, "-I", sweeper.__file__, str(folder), stdin=subprocess.PIPE)
-    program.stdin.write(b"alive")
-    program.stdin.flush()
+    program = started(
+        sys.executable, "-I", str(SWEEPER), "a-mark", str(folder), str(os.getpid()), stdin=subprocess.PIPE
+    )
     with pytest.raises(subprocess.TimeoutExpired):
         program.wait(0.3)
     program.stdin.close()
@@ -48,7 +52,9 @@ def test_the_end_of_the_pipe_ends_every_member_and_removes_the_folder(tmp_path: 
 
 
 def test_it_is_not_stopped_by_the_signals_that_stop_a_driver(tmp_path: Path, started) -> None:
-    program = started(sys.executable, "-I", sweeper.__file__, str(tmp_path / "none"), stdin=subprocess.PIPE)
+    program = started(
+        sys.executable, "-I", str(SWEEPER), "a-mark", str(tmp_path / "none"), str(os.getpid()), stdin=subprocess.PIPE
+    )
     # Its handlers are set once it sleeps in the read of the pipe.
     process = psutil.Process(program.pid)
     while process.status() != psutil.STATUS_SLEEPING or not _ignores(program.pid, 15):
@@ -63,3 +69,82 @@ def test_it_is_not_stopped_by_the_signals_that_stop_a_driver(tmp_path: Path, sta
 def _ignores(pid: int, number: int) -> bool:
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return bool(int(lines["SigIgn"], 16) & (1 << (number - 1)))
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_who_lost_mark_title_and_parent_is_ended_because_it_was_seen(tmp_path: Path, started) -> None:
+    """As Ray's agents: a daemon with the mark starts one without environment, in a session of its own, and ends."""
+    pid_file = tmp_path / "pid"
+    agent = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(120)"
+    daemon = (
+        "import subprocess, sys, time;"
+        f"subprocess.Popen([sys.executable, '-c', {agent!r}], env={{}}, start_new_session=True); time.sleep(120)"
+    )
+    first = started(sys.executable, "-c", daemon, env={**os.environ, VARIABLE: "the-mark"}, start_new_session=True)
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
+    program = started(
+        sys.executable, "-I", str(SWEEPER), "the-mark", str(tmp_path / "none"), str(os.getpid()), stdin=subprocess.PIPE
+    )
+    time.sleep(2.5)  # two looks
+    first.kill()
+    first.wait()
+    orphan = psutil.Process(int(pid_file.read_text()))
+    assert orphan.is_running()
+    program.stdin.close()
+    assert program.wait(20) == 0
+    wait_until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_driver_that_is_stopping_too_long_loses_its_processes_but_not_itself(tmp_path: Path, started) -> None:
+    text = SWEEPER.read_text().replace("STOP_LIMIT_S = 15.0", "STOP_LIMIT_S = 1.0")
+    assert "STOP_LIMIT_S = 1.0" in text
+    (tmp_path / "sweeper.py").write_text(text)
+    (tmp_path / "process_mark.py").write_text(SWEEPER.with_name("process_mark.py").read_text())
+    stopped = started(sys.executable, "-c", SLEEP, env={**os.environ, VARIABLE: "m2"}, start_new_session=True)
+    stopped.send_signal(signal.SIGSTOP)
+    program = started(
+        sys.executable,
+        "-I",
+        str(tmp_path / "sweeper.py"),
+        "m2",
+        str(tmp_path / "none"),
+        str(os.getpid()),
+        stdin=subprocess.PIPE,
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        program.wait(1.5)  # not before it is told
+    program.stdin.write(b"stopping")
+    program.stdin.flush()
+    assert program.wait(20) == 0
+    assert stopped.wait(5) == -9
+
+
+def test_a_driver_that_was_gone_before_counts_as_gone(tmp_path: Path, started) -> None:
+    gone = started(sys.executable, "-c", "pass")
+    gone.wait()
+    marked = started(sys.executable, "-c", SLEEP, env={**os.environ, VARIABLE: "m4"}, start_new_session=True)
+    words = [sys.executable, "-I", str(SWEEPER), "m4", str(tmp_path / "none"), str(gone.pid)]
+    assert started(*words, stdin=subprocess.PIPE).wait(20) == 0
+    assert marked.wait(5) == -9
+
+
+def test_the_end_of_the_driver_counts_even_where_a_child_holds_the_pipe(tmp_path: Path, started) -> None:
+    marked = started(sys.executable, "-c", SLEEP, env={**os.environ, VARIABLE: "m3"}, start_new_session=True)
+    driver = (
+        "import os, subprocess, sys, time\n"
+        f"p = subprocess.Popen([sys.executable, '-I', {str(SWEEPER)!r}, 'm3', {str(tmp_path / 'none')!r}, str(os.getpid())],"
+        " stdin=subprocess.PIPE)\n"
+        "if os.fork() == 0: time.sleep(30); os._exit(0)\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    process = started(sys.executable, "-c", driver, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout.readline() == b"ready\n"
+    process.kill()
+    assert marked.wait(10) == -9
+    os.killpg(process.pid, signal.SIGKILL)

@@ -12,7 +12,8 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from miles.config import ConfigError
-from miles.config.metric_names import METRICS, REFUSED
+from miles.config.metric_names import METRICS
+from miles.config.metric_table import REFUSED
 from miles.data.tokenizer import build_char_tokenizer
 from miles.models.create import create_checkpoint
 from miles.orchestrate.dry_run import describe

@@ -218,3 +218,18 @@ def test_overlapping_pieces_are_refused():
     pieces = (Piece("a", "float32", (8,), 0, 32), Piece("b", "float32", (4,), 16, 16))
     with pytest.raises(WeightWireError, match="overlaps"):
         BucketHeader.from_wire(BucketHeader(1, 0, 64, pieces, None).to_wire())
+
+
+def test_a_group_that_comes_in_another_order_still_fits_the_bucket_made_for_it():
+    """Two and one bfloat16: 18 bytes in the plan's order, 20 in the other."""
+    entry = ParamEntry("ab", (3,), "bfloat16", fused_from=("a", "b"), num_shards=2)
+    sources = {"a": SourceSpec((2,), "bfloat16"), "b": SourceSpec((1,), "bfloat16")}
+    plan = build_plan(sources, [EngineTable(entries=(entry,))], run_id="r")
+    (key,) = plan.layouts
+    assert bucket_size(plan, 1) == 18
+    sent = []
+    stager = BucketStager(plan, key, 1, fixed(1, 18), True, lambda header, buffer: sent.append(header) or [])
+    for piece in reversed(plan.layouts[key]):
+        stager.add(piece, torch.zeros(piece.shape, dtype=torch.bfloat16))
+    stager.flush()
+    assert [(piece.shape, piece.offset) for piece in sent[0].pieces] == [((2,), 0), ((1,), 16)]

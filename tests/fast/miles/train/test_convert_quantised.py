@@ -14,6 +14,7 @@ from miles.models.errors import ModelError
 from miles.models.hf_files import HFCheckpoint
 from miles.quant import contract
 from miles.quant.convert import to_nvfp4
+from miles.quant.errors import ContractMismatch
 from miles.train.convert import checkpoint_to_hf, checkpoint_to_nvfp4, hf_to_checkpoint
 from miles.train.errors import CheckpointError
 
@@ -28,13 +29,13 @@ def model(tmp_path):
     )
 
 
-def masters(model, config):
-    """Say in the model's folder that it was trained with this rounding."""
+def masters(model, config, *, ignore=(), without=""):
+    """Say in the model's folder that it was trained with this rounding; what begins with `without` was not."""
     weights = HFCheckpoint(model)
     names = weights.names()
     weights.close()
-    routed = [name for name in names if ".experts." in name]
-    made = contract.nvfp4_contract(config, routed, source_digest="s", producer={})
+    routed = [name for name in names if ".experts." in name and not (without and name.startswith(without))]
+    made = contract.nvfp4_contract(config, routed, source_digest="s", producer={}, ignore=ignore)
     contract.write(model, made.model_copy(update={"weights": "masters"}))
 
 
@@ -55,6 +56,22 @@ def test_a_checkpoint_is_packed_as_it_was_trained_in_one_step_or_in_two(model, t
     assert all(torch.equal(live[name].view(torch.uint8), two_steps[name].view(torch.uint8)) for name in live)
     contract.require_equal(contract.read(packed), contract.read(tmp_path / "converted"), where="test")
     assert (packed / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
+def test_what_was_trained_unrounded_stays_so(model, tmp_path):
+    masters(model, NVFP4QDQConfig(), ignore=("model.layers.0.",), without="model.layers.0.")
+    hf_to_checkpoint(model, tmp_path / "run")
+    packed = contract.read(checkpoint_to_nvfp4(tmp_path / "run", tmp_path / "packed"))
+    assert packed.ignore == ("model.layers.0.",)
+    assert {name.split(".")[2] for name in packed.tensors} == {"1"}
+
+
+def test_a_contract_that_does_not_name_the_models_experts_is_refused(model, tmp_path):
+    masters(model, NVFP4QDQConfig(), without="model.layers.0.")
+    hf_to_checkpoint(model, tmp_path / "run")
+    with pytest.raises(ContractMismatch, match=r"export to .*packed: "):
+        checkpoint_to_nvfp4(tmp_path / "run", tmp_path / "packed")
+    assert not list((tmp_path / "packed").iterdir())
 
 
 def test_a_checkpoint_without_a_rounding_of_its_own_is_not_packed(model, tmp_path):

@@ -49,3 +49,6 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, device: torch.
             f"(it serves {', '.join(FAMILIES)}); use engine.engine=sglang"
         )
     return FAMILIES[family](config, dtype=dtype, device=device, context=context)
+
+
+__all__ = ["Model", "build_model"]

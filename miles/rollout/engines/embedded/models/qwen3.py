@@ -6,7 +6,7 @@ calls with a multiple of 16 rows gets values that do not depend on the other row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ class Layer:
         self.post_norm = store.add(f"{prefix}.post_attention_layernorm.weight", shape.hidden)
         self.mlp = self.build_mlp(store, f"{prefix}.mlp")
 
-    def build_mlp(self, store: ParameterStore, prefix: str) -> SwiGLU:
+    def build_mlp(self, store: ParameterStore, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return SwiGLU(store, prefix, self.shape.hidden, self.shape.intermediate)
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Qwen3:
     """`hidden_states(tokens [n], positions [n], attend)` -> [n, hidden]; `logits(rows)` -> float32 [n, vocab]."""
 
     layer_class = Layer
-    shape_class = Qwen3Shape
+    shape_class: type[Qwen3Shape] = Qwen3Shape
 
     def __init__(self, shape: Qwen3Shape, *, dtype: torch.dtype, device: torch.device, context: int | None) -> None:
         if context is not None and context > shape.max_positions:

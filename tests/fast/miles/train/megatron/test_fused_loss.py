@@ -66,6 +66,23 @@ def test_on_is_refused_with_the_reason_where_it_cannot_be(options, reason, ranks
         curve(ranks, toolbox, model_dir, "on", algo=AlgoConfig(**options))
 
 
+@pytest.mark.parametrize(
+    ("mode", "on_gpu", "reason", "fused"),
+    [
+        ("auto", True, None, True),
+        ("auto", False, None, False),
+        ("auto", True, "a reason", False),
+        ("off", True, None, False),
+        ("on", False, None, True),
+        ("on", True, None, True),
+    ],
+)
+def test_which_way_is_taken(mode, on_gpu, reason, fused):
+    from miles.train.megatron.policy_objective import choose_fused
+
+    assert choose_fused(mode, on_gpu=on_gpu, reason=reason) is fused
+
+
 def test_split_logits_are_not_fused(ranks, toolbox, model_dir):
     from miles.train.errors import TrainError
 

@@ -44,7 +44,7 @@ def gradients(toolbox, model_dir, layout, steps=2, tokens=8192, recompute=None, 
             multiple=multiple,
         )
         mine = batch.for_rank(backend.parallel_layout.dp_rank)
-        loop.forward_backward(backend.policy.chunks, backend._inputs(mine), backend._objective, backend.mesh)
+        loop.forward_backward(backend.policy.chunks, backend._inputs(mine), backend.policy_objective, backend.mesh)
         named = {item.name: item.grad.clone() for item in backend.policy.optimizer.masters}
         grads = dict(backend.policy.full_tensors.gather(named))
         return (

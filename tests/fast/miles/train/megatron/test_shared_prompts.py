@@ -24,7 +24,7 @@ def step(toolbox, model_dir, layout, share, **parallel):
         batch = toolbox.batch(samples, dp=parallel.get("dp", 1), layout=layout, tokens=120, multiple=multiple)
         mine = batch.for_rank(backend.parallel_layout.dp_rank)
         inputs = backend._inputs(mine)
-        loop.forward_backward(backend.policy.chunks, inputs, backend._objective, backend.mesh)
+        loop.forward_backward(backend.policy.chunks, inputs, backend.policy_objective, backend.mesh)
         named = {item.name: item.grad.clone() for item in backend.policy.optimizer.masters}
         grads = dict(backend.policy.full_tensors.gather(named))
         computed = sum(item.tensors.input_ids.numel() for item in inputs)
