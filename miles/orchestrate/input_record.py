@@ -32,6 +32,7 @@ MODEL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     "*.safetensors",
     "*.safetensors.index.json",
 )

@@ -9,7 +9,7 @@ import socket
 import time
 
 from miles.recipe import Recipe
-from miles.recipe.inputs import check_files, first_prompts
+from miles.recipe.inputs import check_files
 from miles.rollout.config import EngineConfig
 from miles.rollout.errors import PortError
 from miles.rollout.http_server import listen
@@ -20,10 +20,9 @@ POLL_S = 0.1
 
 
 def check_inputs(recipe: Recipe) -> None:
-    """Raise `ConfigError` for a model folder that is not complete, prompts that a run would refuse, an engine host that
-    is not this machine's or an engine port that is taken."""
+    """Raise `ConfigError` for a model folder that is not complete, an engine host that is not this machine's or an engine
+    port that is taken. Prompts are looked at by the rules, and once more when the run makes their source."""
     check_files(recipe)
-    first_prompts(recipe)
     check_host(recipe.engine.host)
     check_port(recipe.engine)
 

@@ -8,7 +8,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,7 @@ class _Session:
         async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
             async with contextlib.AsyncExitStack() as stack:
                 prompts = stack.enter_context(PromptSource(recipe.data, self.tokenizer, recipe.seed))
-                for note in prompts.notes():
-                    self.progress.warn(note)
+                told = self._tell(prompts.notes())
                 engines = EnginePool(
                     actors.engine_urls,
                     token=actors.token,
@@ -171,11 +170,19 @@ class _Session:
                 gc.collect()
                 gc.freeze()
                 await loop.run(first_step)
+                # Of a task without end they are known only now.
+                self._tell(set(prompts.notes()) - told)
                 evaluation = await self._evaluate(engines, prompts)
             self.progress.stage("exporting the model")
             await actors.on_all_workers("export", folder.exported_model)
             self.progress.stage("done")
         return rows, evaluation
+
+    def _tell(self, notes: Iterable[str]) -> set[str]:
+        found = set(notes)
+        for note in sorted(found):
+            self.progress.warn(note)
+        return found
 
     def _flops(self) -> FlopsShape | None:
         if self.recipe.data.balance != "flops":

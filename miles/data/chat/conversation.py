@@ -51,7 +51,7 @@ class Conversation:
             kept.append({name: value for name, value in message.items() if value is not None})
         if before not in ("user", "tool"):
             raise ConfigError(
-                f"{place}: {key} ends with a {before} message, so nothing is left to answer; end it with a user or tool "
+                f"{place}: {key} ends with {_named(before)}, so nothing is left to answer; end it with a user or tool "
                 "message"
             )
         return cls(tuple(kept), _checked_tools(tools, place))
@@ -61,7 +61,7 @@ class Conversation:
         first = self.messages[0]["role"]
         if first in _OPENING:
             raise ConfigError(
-                f"{place}: the row has a {first} message of its own and data.system_prompt is set too; remove one of them"
+                f"{place}: the row has {_named(first)} of its own and data.system_prompt is set too; remove one of them"
             )
         return Conversation(({"role": "system", "content": text}, *self.messages), self.tools)
 
@@ -88,13 +88,15 @@ def _check_message(message: Any, before: str | None, called: bool, where: str) -
     if role not in ROLES:
         raise ConfigError(f"{where}.role is {_shown(role)}; use one of {', '.join(ROLES)}")
     if before not in _BEFORE[role] or (role == "tool" and before == "assistant" and not called):
-        after = "comes first" if before is None else f"follows a {before} message"
+        after = "comes first" if before is None else f"follows {_named(before)}"
         if role == "tool" and before == "assistant":
             after += " without tool_calls"
-        raise ConfigError(f"{where}: a {role} message {after}; the order is {_ORDER}")
+        raise ConfigError(f"{where}: {_named(role)} {after}; the order is {_ORDER}")
     calls = message.get("tool_calls")
     if calls is not None and (role != "assistant" or not _objects(calls)):
         raise ConfigError(f"{where}.tool_calls must be a list of objects in an assistant message; correct or remove it")
+    for text in _texts(message):
+        check_characters(text, where)
     content = message.get("content")
     if content is None and calls:
         return role, True
@@ -107,8 +109,6 @@ def _check_message(message: Any, before: str | None, called: bool, where: str) -
     # What a tool printed may be nothing.
     if not content.strip() and role != "tool" and not calls:
         raise ConfigError(f"{where}.content is empty; write its text, or remove the message")
-    for text in _texts(message):
-        check_characters(text, where)
     return role, bool(calls)
 
 
@@ -146,6 +146,10 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for child in value:
             yield from _texts(child)
+
+
+def _named(role: str | None) -> str:
+    return f"{'an' if role == 'assistant' else 'a'} {role} message"
 
 
 def _shown(value: Any) -> str:

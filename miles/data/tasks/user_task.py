@@ -17,6 +17,8 @@ from miles.data.tasks import TaskItem
 OPTION = "data.python.path"
 # What a character tokenizer knows when the class does not say.
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
+# More would be looked at for hours before the run starts.
+MOST_ITEMS = 1_000_000
 _KEYS = ("prompt", "messages", "tools", "answer", "metadata")
 
 
@@ -61,6 +63,8 @@ class UserTask:
         size = getattr(self._task, "size", None)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ConfigError(f"{OPTION}: {self._path}.size is {size!r}; give the number of items, or None for no end")
+        if size is not None and size > MOST_ITEMS:
+            raise ConfigError(f"{OPTION}: {self._path}.size is {size}, at most {MOST_ITEMS}; leave it out: items never end")
         return size
 
 

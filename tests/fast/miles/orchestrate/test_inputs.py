@@ -19,7 +19,7 @@ from miles.orchestrate import preflight
 from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.preflight import check_inputs, check_port
 from miles.orchestrate.run_folder import locate
-from miles.recipe.inputs import check_model_files
+from miles.recipe.inputs import check_model_files, first_prompts
 from miles.recipe.schema import Recipe
 from miles.rollout.config import EngineConfig
 from miles.rollout.errors import PortError
@@ -143,7 +143,7 @@ def test_prompts_that_the_evaluation_would_lack_are_missed_before_the_start(reci
     (tmp_path / "one.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
     data = {"task": "jsonl", "jsonl": {"path": str(tmp_path / "one.jsonl")}}
     with pytest.raises(ConfigError, match="no prompt of task jsonl is held out"):
-        check_inputs(recipe(data=data))
+        first_prompts(recipe(data=data))
 
 
 def test_disk_error_inside_the_safetensors_library_keeps_its_meaning(tmp_path: Path) -> None:
