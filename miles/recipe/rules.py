@@ -58,10 +58,9 @@ class Rule:
 
 def facts_of(recipe: Recipe) -> Facts:
     """`model_facts`, and the length of the prompts. Raises `ConfigError` for prompts that the run would refuse."""
-    facts = model_facts(recipe)
-    return replace(
-        facts, longest_prompt=max((len(prompt.input_ids) for prompt in first_prompts(recipe).prompts), default=1)
-    )
+    found = first_prompts(recipe)
+    longest = max((len(prompt.input_ids) for prompt in found.prompts), default=1)
+    return replace(model_facts(recipe), longest_prompt=longest, prompts=found)
 
 
 def model_facts(recipe: Recipe) -> Facts:
