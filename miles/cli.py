@@ -64,10 +64,6 @@ def train(
 
         describe(loaded, overrides or [], console)
         return
-    from miles.recipe.rules import check_or_raise
-
-    for finding in check_or_raise(loaded):
-        console.print(f"{finding.severity}: {finding}", highlight=False, markup=False, soft_wrap=True)
     from miles.orchestrate.train import train as run
 
     # A scheduler's polite stop and a closed terminal are handled like Ctrl-C: everything is taken down, nothing
@@ -113,12 +109,13 @@ def doctor() -> None:
 
 @recipe_app.command("check")
 def recipe_check(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Load a recipe, apply every rule and say what is wrong; starts nothing."""
+    """Load a recipe, apply every rule, look whether this machine can run it, and say what is wrong; starts nothing."""
+    from miles.orchestrate.startable import check_place, check_start
     from miles.recipe import digest, load
-    from miles.recipe.rules import check_or_raise
 
     loaded = load(recipe, overrides or [])
-    findings = check_or_raise(loaded)
+    findings = check_start(loaded)
+    check_place(loaded)
     for finding in findings:
         typer.echo(f"{finding.severity}: {finding}")
     typer.echo(f"{recipe}: ok, digest {digest(loaded)[:16]}")

@@ -35,9 +35,9 @@ from miles.orchestrate.loop import Row, TrainingLoop, accuracy
 from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.placed_cluster import check_placement, placed_cluster
 from miles.orchestrate.placement import Placement
-from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.orchestrate.schedule import schedule_config
+from miles.orchestrate.startable import check_start
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
 from miles.rollout.engine import Engine
@@ -60,7 +60,8 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     started = time.monotonic()
     # Rows are a few tokens long: handing them to a thread pool costs more than decoding them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    check_inputs(recipe)
+    for finding in check_start(recipe):
+        console.print(f"{finding.severity}: {finding}", highlight=False, markup=False, soft_wrap=True)
     located = locate(recipe, overrides)
     # A finished run is reported on any machine.
     if fresh or not located.result.exists():

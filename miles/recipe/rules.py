@@ -134,6 +134,19 @@ def _sequence_fits(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("SEQ-FIT", "error", message, f"lower it to {positions}, or remove it")
 
 
+def _engine_model(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    """A trainer may know more of a family than the engine beside it."""
+    if recipe.engine.engine != "embedded" or recipe.model.path is None:
+        return  # a created model is one that both know
+    from miles.rollout.engines.embedded.models import check_served
+
+    try:
+        check_served(facts.hf_config)
+    except ConfigError as error:
+        message, _, fix = str(error).rpartition("; ")
+        yield Finding("ENGINE-MODEL", "error", message, fix)
+
+
 def _stop_ids(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     size = facts.hf_config["vocab_size"]
     wrong = [str(token) for token in recipe.rollout.stop_token_ids if not 0 <= token < size]
@@ -194,6 +207,12 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         )
         fix = "set algo.correction.bypass=true (clip against the rollout's log-probs) or algo.correction.mode=truncate"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
+    if rollout.max_staleness and rollout.over_sampling != 1.0:
+        message = (
+            f"rollout.over_sampling is {rollout.over_sampling:g}, but with rollout.max_staleness {rollout.max_staleness} "
+            "whole batches are in flight already"
+        )
+        yield Finding("ROLLOUT-MODE", "error", message, "set rollout.over_sampling to 1, or rollout.max_staleness to 0")
     if recipe.algo.opsm is not None and not (recipe.several_steps or correction.bypass):
         message = (
             "algo.opsm compares the policy before the step with the current one, which is the same policy when a "
@@ -289,6 +308,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "DEVICES", "The placement alone gives out devices, and colocated engines stand still while training.", _devices
     ),
+    Rule("ENGINE-MODEL", "What the trainer can train, the engine must be able to serve.", _engine_model),
     Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
     Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
     Rule("PROMPTS", "A prompt that is left out, cut or both trained and held out is told before the run.", _prompts),

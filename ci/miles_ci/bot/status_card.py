@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -90,9 +90,11 @@ def rows(jobs: list[JobInfo], report: Report, analyst: Analyst | None = None) ->
     claims, why = run_analyst(analyst, Evidence(tests, logs, {}))
     if why:
         return tuple(out), why
+    signatures = {(row.name, item.test_name): item.signature for row in out for item in row.analyses}
     by_job: dict[str, list[Any]] = {}
     for claim in claims:
-        by_job.setdefault(claim.job_id, []).append(claim)
+        signature = signatures.get((claim.job_id, claim.test_name), "")
+        by_job.setdefault(claim.job_id, []).append(replace(claim, signature=signature))
     return tuple(JobRow(row.name, row.url, row.result, tuple(by_job.get(row.name, row.analyses))) for row in out), ""
 
 

@@ -64,7 +64,9 @@ class UserTask:
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ConfigError(f"{OPTION}: {self._path}.size is {size!r}; give the number of items, or None for no end")
         if size is not None and size > MOST_ITEMS:
-            raise ConfigError(f"{OPTION}: {self._path}.size is {size}, at most {MOST_ITEMS}; leave it out: items never end")
+            raise ConfigError(
+                f"{OPTION}: {self._path}.size is {size}, at most {MOST_ITEMS}; leave it out: items never end"
+            )
         return size
 
 
