@@ -116,7 +116,8 @@ class DataConfig(StrictModel):
     @property
     def rows(self) -> RowsConfig | None:
         """The section of the task, when it reads rows."""
-        return getattr(self, self.task) if self.task in ROW_TASKS else None
+        sections: dict[str, RowsConfig | None] = {"jsonl": self.jsonl, "parquet": self.parquet, "dataset": self.dataset}
+        return sections.get(self.task)
 
     @property
     def has_held_out(self) -> bool:
