@@ -33,6 +33,9 @@ def with_absolute_paths(model: type[BaseModel], data: Any, folder: Path) -> Any:
         if isinstance(value, dict):
             for child in _models(field.annotation):
                 found[name] = with_absolute_paths(child, found[name], folder)
+        elif isinstance(value, list):
+            for child in _models(field.annotation):
+                found[name] = [with_absolute_paths(child, item, folder) for item in found[name]]
         elif isinstance(value, str) and mark is not None and value and value not in mark.words:
             found[name] = str((folder / value).resolve())
     return found

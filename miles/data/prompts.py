@@ -1,7 +1,7 @@
 """`PromptSource`: the run's stream of prompts, resumable by a JSON cursor.
 
-The prompts of a task that ends are all looked at when the source is made: what is wrong with one is known before
-anything starts. Those of a task without end are looked at when they are drawn.
+A prompt is encoded when it is drawn, or, of a task that ends, by `look_at_all`, which tells what is wrong with any
+before something starts.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Prompt:
     text: str
     answer: Any
     metadata: dict[str, Any] = field(default_factory=dict)
+    key: str = ""  # `TaskItem.key`
 
 
 @dataclass
@@ -65,19 +66,17 @@ class PromptSource:
         self._seed = seed
         self._next = 0
         self._trained_and_held_out = 0
+        self._all_looked_at = False
         # (text, ids) by key; None for a prompt that is left out
         self._looked_at: dict[str, tuple[str, np.ndarray] | None] = {}
         self._held_out_keys: frozenset[str] = frozenset()
-        try:
-            trained = set() if self.task.size is None else self._look_at_all(self.task)
-            if self._held_out_task is not None:
-                self._trained_and_held_out = len(trained & self._look_at_all(self._held_out_task))
-        except BaseException:
-            self.close()
-            raise
         if self._held_out_task is None and self.task.size is not None:
-            kept = (key for key, encoded in self._looked_at.items() if encoded is not None)
-            self._held_out_keys = held_out_keys(kept, config.held_out_fraction)
+            keys = {item.key for item in _items(self.task)}
+            if config.too_long == "drop" and config.held_out_fraction:
+                # What is left out is on neither side.
+                self.look_at_all()
+                keys = {key for key in keys if self._looked_at[key] is not None}
+            self._held_out_keys = held_out_keys(keys, config.held_out_fraction)
 
     def __enter__(self) -> PromptSource:
         return self
@@ -88,18 +87,37 @@ class PromptSource:
     def close(self) -> None:
         self._encoder.close()
 
+    def look_at_all(self) -> None:
+        """Encode every prompt of a task that ends, in the order of its file, so that its first fault is the one told."""
+        if self._all_looked_at:
+            return
+        try:
+            trained = self._look_at(self.task)
+            if self._held_out_task is not None:
+                self._trained_and_held_out = len(trained & self._look_at(self._held_out_task))
+        except BaseException:
+            self.close()
+            raise
+        self._all_looked_at = True
+
     def next_groups(self, count: int) -> list[Prompt]:
         prompts, self._next = self._draw(self.task, count, self._next, held_out=False)
         return prompts
 
     def held_out(self, count: int) -> list[Prompt]:
-        """The first `count` prompts that training never sees; the same at every call."""
+        """The first `count` prompts that training never sees; the same at every call. Of a file each row comes once."""
         if self._held_out_task is not None:
             return self._draw(self._held_out_task, count, 0, held_out=True, ids_from=_HELD_OUT_START)[0]
         if self.config.held_out_fraction == 0.0:
             raise ConfigError("data.held_out_fraction is 0, so no prompt is held out; set it above 0 to evaluate")
         start = 0 if self.task.size is not None else _HELD_OUT_START
         return self._draw(self.task, count, start, held_out=True)[0]
+
+    def trained_keys(self, limit: int) -> set[str]:
+        """Keys of the first `limit` items of the task (at most all of a file) that training may draw."""
+        count = limit if self.task.size is None else min(limit, self.task.size)
+        items = (self.task.item(index) for index in range(count))
+        return {item.key for item in items if not self._is_held_out(item)}
 
     def score(self, completion: str, prompt: Prompt) -> float:
         """The task's own reward for a decoded completion."""
@@ -136,14 +154,13 @@ class PromptSource:
                 )
         self._next = int(state["next_index"])
 
-    def _look_at_all(self, task: Task) -> set[str]:
-        """Encode every item of a task that ends; their keys."""
-        assert task.size is not None
-        # In the order of the file, so that its first fault is the one that is told.
-        items = sorted((task.item(index) for index in range(task.size)), key=lambda item: (len(item.place), item.place))
+    def _look_at(self, task: Task) -> set[str]:
+        """Keys of the items of a task that ends; of one without end none is looked at."""
+        if task.size is None:
+            return set()
+        items = sorted(_items(task), key=lambda item: (len(item.place), item.place))
         for item in items:
-            if item.key not in self._looked_at:
-                self._looked_at[item.key] = self._encode(item, item.place or f"data: prompt {item.text[:40]!r}")
+            self._encoded(task, item, item.place or f"data: prompt {item.text[:40]!r}")
         return {item.key for item in items}
 
     def _draw(
@@ -152,8 +169,12 @@ class PromptSource:
         prompts: list[Prompt] = []
         # A task with few distinct prompts can lie on one side of the split entirely: bounded search.
         limit = index + max(task.size or 0, 10_000) + 1000 * count
+        if held_out and task.size is not None:
+            limit = task.size
         while len(prompts) < count:
             if index >= limit:
+                if held_out and prompts:
+                    break
                 side = "held out" if held_out else "left for training"
                 raise ConfigError(
                     f"data: no prompt of task {task.name} is {side} with data.held_out_fraction="
@@ -162,9 +183,10 @@ class PromptSource:
                 )
             item = task.item(index)
             if task is self._held_out_task or self._is_held_out(item) == held_out:
-                encoded = self._encoded(item, index)
+                encoded = self._encoded(task, item, item.place or f"data: prompt {index} ({item.text[:40]!r})")
                 if encoded is not None:
-                    prompts.append(Prompt(ids_from + index, encoded[1], encoded[0], item.answer, item.metadata))
+                    text, ids = encoded
+                    prompts.append(Prompt(ids_from + index, ids, text, item.answer, item.metadata, item.key))
             index += 1
         return prompts, index
 
@@ -175,10 +197,13 @@ class PromptSource:
             return is_held_out(item.key, self.config.held_out_fraction)
         return item.key in self._held_out_keys
 
-    def _encoded(self, item: TaskItem, index: int) -> tuple[str, np.ndarray] | None:
-        if item.key in self._looked_at:
-            return self._looked_at[item.key]
-        return self._encode(item, item.place or f"data: prompt {index} ({item.text[:40]!r})")
+    def _encoded(self, task: Task, item: TaskItem, place: str) -> tuple[str, np.ndarray] | None:
+        """`_encode`, once for each prompt of a task that ends."""
+        if task.size is None:
+            return self._encode(item, place)
+        if item.key not in self._looked_at:
+            self._looked_at[item.key] = self._encode(item, place)
+        return self._looked_at[item.key]
 
     def _encode(self, item: TaskItem, place: str) -> tuple[str, np.ndarray] | None:
         text, ids = self._encoder.encode(item, place=place)
@@ -194,3 +219,9 @@ class PromptSource:
             )
         self.too_long.add(place, len(ids))
         return None if self.config.too_long == "drop" else (text, ids[-most:])
+
+
+def _items(task: Task) -> list[TaskItem]:
+    """All of a task that ends."""
+    assert task.size is not None
+    return [task.item(index) for index in range(task.size)]

@@ -18,6 +18,7 @@ from miles.config.files import write_atomic
 from miles.config.json_text import parse_json
 from miles.data.config import OWN_TEMPLATE, DataConfig
 from miles.data.tasks.row_sources import source_files
+from miles.evaluate.prompt_sets import data_of
 from miles.orchestrate.errors import RunFolderError
 from miles.orchestrate.run_folder import RunFolder
 from miles.recipe import Recipe
@@ -67,10 +68,13 @@ def check_or_record(recipe: Recipe, folder: RunFolder) -> None:
 def input_files(recipe: Recipe) -> list[Path]:
     """Files outside the run folder that decide what the run computes."""
     files = data_files(recipe.data)
+    for chosen in recipe.eval.sets:
+        if chosen.path is not None or chosen.task is not None:
+            files += data_files(data_of(chosen, recipe.data))
     for model in (recipe.model.path, recipe.algo.teacher):
         if model is not None:
             files += sorted(path for pattern in MODEL_FILES for path in Path(model).glob(pattern))
-    return files + user_code.source_files(recipe.model_dump(mode="json"))
+    return sorted(set(files)) + user_code.source_files(recipe.model_dump(mode="json"))
 
 
 def data_files(data: DataConfig) -> list[Path]:

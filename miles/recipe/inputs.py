@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from miles.config import ConfigError
 from miles.data.prompt_encoder import Encoder
 from miles.data.prompts import Prompt, PromptSource
 from miles.data.tokenizer import Tokenizer, build_char_tokenizer, char_vocabulary
+from miles.evaluate.prompt_sets import read_prompts, seen_in_training
 from miles.quant.config import QuantConfig
 from miles.recipe.created_tokenizer import created_tokenizer
 from miles.recipe.schema import Recipe
@@ -23,6 +25,8 @@ from miles.rollout.rewards import RewardFn
 
 # Prompts of an endless task are alike; of one that ends all are looked at.
 LOOKED_AT = 64
+# Prompts of training that evaluation sets are compared with; only text is read, so a file is read whole.
+COMPARED, COMPARED_IN_FILE = 1024, 1 << 20
 # Values are looked at where that takes a moment; the trainer meets those of larger models.
 VALUES_UP_TO_BYTES = 256 << 20
 
@@ -96,14 +100,17 @@ def check_tokenizer(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class FirstPrompts:
-    """`notes`: what was done to prompts that a user should know of."""
+    """`training`: what it draws first; `evaluation`: all of each set, by name; `overlap`: how many of these training
+    sees too, as far as it was looked at. `notes`: what was done to prompts that a user should know of."""
 
-    prompts: list[Prompt] = field(default_factory=list)
+    training: list[Prompt] = field(default_factory=list)
+    evaluation: dict[str, list[Prompt]] = field(default_factory=dict)
+    overlap: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 def first_prompts(recipe: Recipe) -> FirstPrompts:
-    """The prompts that training and evaluation draw first, by the run's own source, so with its own errors.
+    """Drawn by the run's own source, so with its own errors.
 
     Of a task that ends all are looked at. Empty for a model folder without a tokenizer, which `check_files` refuses.
     """
@@ -119,15 +126,24 @@ def first_prompts(recipe: Recipe) -> FirstPrompts:
 
 
 def _first_prompts(recipe: Recipe, encoder: Encoder) -> FirstPrompts:
+    found = FirstPrompts()
     with PromptSource(recipe.data, encoder, recipe.seed) as source:
-        count = source.task.size or LOOKED_AT
-        prompts = source.next_groups(count)
-        if recipe.run.evaluate_prompts:
-            prompts += source.held_out(min(recipe.run.evaluate_prompts, count))
-        return FirstPrompts(prompts, source.notes())
+        source.look_at_all()
+        found.training.extend(source.next_groups(source.task.size or LOOKED_AT))
+        found.notes.extend(source.notes())
+        # Held-out prompts are none of training's whatever they say.
+        others = [chosen.name for chosen in recipe.eval.sets if chosen.path is not None or chosen.task is not None]
+        trained = source.trained_keys(COMPARED if source.task.size is None else COMPARED_IN_FILE) if others else set()
+    for chosen in recipe.eval.sets:
+        read, prompts = read_prompts(chosen, recipe.data, encoder, recipe.eval.seed)
+        found.evaluation[chosen.name] = prompts
+        if chosen.name in others:
+            found.overlap[chosen.name] = seen_in_training(prompts, trained)
+            found.notes.extend(f"eval.sets {chosen.name}: {note}" for note in read.notes())
+    return found
 
 
-def check_answers(recipe: Recipe, prompts: list[Prompt], reward: RewardFn) -> None:
+def check_answers(recipe: Recipe, prompts: Iterable[Prompt], reward: RewardFn) -> None:
     """`ConfigError` when the reward compares with an answer that is no text."""
     if not reward.text_answers:
         return

@@ -6,14 +6,16 @@ anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
+from miles.data.prompts import Prompt
 from miles.data.tokenizer import char_vocabulary
-from miles.recipe import dtype_rules, idle_rules, measured, nvfp4_rules, tokenizer_files
+from miles.recipe import dtype_rules, evaluation_rules, idle_rules, measured, nvfp4_rules, tokenizer_files
 from miles.recipe.created_tokenizer import created_tokenizer
 from miles.recipe.inputs import FirstPrompts, check_answers, check_files, first_prompts
 from miles.recipe.schema import Recipe
@@ -36,13 +38,15 @@ class Finding:
 class Facts:
     """What the rules may know beside the recipe. `hf_config`: the model's config.json, or what it will be.
 
-    `longest_prompt`: tokens of the longest among `prompts`, those that come first. `tokenizer`: what its files ask for
-    that a run does otherwise.
+    `longest_prompt`: tokens of the longest among the prompts that come first, `longest_evaluated` in each evaluation set;
+    `overlap`: how many prompts of a set training sees too. `tokenizer`: what its files ask for that a run does otherwise.
     """
 
     hf_config: Mapping[str, Any]
     where: str
     longest_prompt: int = 1
+    longest_evaluated: Mapping[str, int] = field(default_factory=dict)
+    overlap: Mapping[str, int] = field(default_factory=dict)
     tokenizer: tuple[tokenizer_files.Objection, ...] = ()
     prompts: FirstPrompts = field(default_factory=FirstPrompts)
 
@@ -58,9 +62,19 @@ class Rule:
 
 def facts_of(recipe: Recipe) -> Facts:
     """`model_facts`, and the length of the prompts. Raises `ConfigError` for prompts that the run would refuse."""
-    found = first_prompts(recipe)
-    longest = max((len(prompt.input_ids) for prompt in found.prompts), default=1)
-    return replace(model_facts(recipe), longest_prompt=longest, prompts=found)
+    facts = model_facts(recipe)
+    prompts = first_prompts(recipe)
+    return replace(
+        facts,
+        longest_prompt=_longest(prompts.training),
+        longest_evaluated={name: _longest(drawn) for name, drawn in prompts.evaluation.items()},
+        overlap=prompts.overlap,
+        prompts=prompts,
+    )
+
+
+def _longest(prompts: Sequence[Prompt]) -> int:
+    return max((len(prompt.input_ids) for prompt in prompts), default=1)
 
 
 def model_facts(recipe: Recipe) -> Facts:
@@ -166,7 +180,7 @@ def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
     try:
         reward = build_reward(recipe.rollout.reward, recipe.data, seed=recipe.seed)
-        check_answers(recipe, facts.prompts.prompts, reward)
+        check_answers(recipe, [*facts.prompts.training, *chain(*facts.prompts.evaluation.values())], reward)
     except ConfigError as error:
         message, _, fix = str(error).rpartition("; ")
         yield Finding("REWARD", "error", message, fix)
@@ -283,6 +297,18 @@ def _idle(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("IDLE", "warning", message, fix)
 
 
+def _evaluation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    positions = facts.hf_config.get("max_position_embeddings")
+    for severity, message, fix in evaluation_rules.objections(
+        recipe,
+        positions=positions,
+        trained=facts.longest_prompt,
+        longest=facts.longest_evaluated,
+        overlap=facts.overlap,
+    ):
+        yield Finding("EVALUATION", severity, message, fix)
+
+
 def _bounds(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     for message, fix in measured.objections(recipe):
@@ -317,6 +343,11 @@ RULES: tuple[Rule, ...] = (
     Rule("FUSED", "A fused loss has kernels for some algorithms on unsplit logits only.", _fused),
     Rule("DTYPE", "Trainer and engine that compute in different dtypes give one token two log-probs.", _dtypes),
     Rule("IDLE", "An option that acts nowhere in this run promises what does not happen.", _idle),
+    Rule(
+        "EVALUATION",
+        "An evaluation tells something only of prompts that fit and that training does not see.",
+        _evaluation,
+    ),
     Rule("MEASURED", "A bound on what no step reports would stop the run, at its first step or its last.", _bounds),
     Rule("VALIDATION", "A recipe without recorded numbers may be wrong in ways nobody saw.", _validation),
 )

@@ -66,7 +66,9 @@ class Conversation:
         return Conversation(({"role": "system", "content": text}, *self.messages), self.tools)
 
     def key(self) -> str:
-        """What tells this conversation from others: canonical JSON of messages and tools."""
+        """What tells this conversation from others: canonical JSON of messages and tools; of a question alone its text."""
+        if self.tools is None and len(self.messages) == 1 and self.messages[0].keys() == {"role", "content"}:
+            return self.messages[0]["content"]
         return json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
 
     def texts(self) -> Iterator[str]:

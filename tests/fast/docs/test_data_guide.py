@@ -50,7 +50,8 @@ def test_the_commands_run(folder):
 
 def test_a_conversation_is_rendered_by_the_family_s_template(folder):
     recipe = load(folder / "my" / "sums.yaml")
-    prompts = first_prompts(recipe).prompts
+    found = first_prompts(recipe)
+    prompts = [*found.training, *found.evaluation["held_out"]]
     assert len({prompt.text for prompt in prompts}) == 5
     (several,) = {prompt.text for prompt in prompts if "+1<|im_end|>" in prompt.text and "\n2<|im_end|>" in prompt.text}
     turns = [("system", "Answer with one number."), ("user", "1+1"), ("assistant", "2"), ("user", "+1")]
@@ -66,7 +67,7 @@ def test_a_made_model_s_tokenizer_ends_answers_where_the_template_ends_turns(fol
 
 
 def test_the_own_task_draws_what_its_text_says(folder):
-    prompts = first_prompts(load(folder / "my" / "own_task.yaml")).prompts
+    prompts = first_prompts(load(folder / "my" / "own_task.yaml")).training
     for prompt in prompts:
         a, b = map(int, prompt.text.removesuffix("=").split("+"))
         assert (prompt.answer, prompt.metadata) == (a + b, {"digits": len(str(a + b))})

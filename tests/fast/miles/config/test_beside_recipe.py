@@ -19,6 +19,7 @@ class Inner(BaseModel):
 
 class Outer(BaseModel):
     inner: Inner | None = None
+    several: tuple[Inner, ...] = ()
     file: RecipePath = Path("x")
     free: dict[str, str] = {}
 
@@ -32,6 +33,7 @@ class Outer(BaseModel):
         ({"file": ""}, {"file": ""}),
         ({"file": 3, "inner": None}, {"file": 3, "inner": None}),
         ({"inner": {"file": "a", "other": "b"}}, {"inner": {"file": "/r/a", "other": "b"}}),
+        ({"several": [{"file": "a"}, 3]}, {"several": [{"file": "/r/a"}, 3]}),
         ({"free": {"file": "a"}, "unknown": {"file": "a"}}, {"free": {"file": "a"}, "unknown": {"file": "a"}}),
         ([], []),
     ],

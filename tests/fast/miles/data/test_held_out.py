@@ -64,7 +64,9 @@ def test_a_small_file_has_both_sides_whatever_the_seed(tokenizer, tmp_path, coun
     for seed in range(3):
         with PromptSource(config, tokenizer, seed) as source:
             trained = {prompt.text for prompt in source.next_groups(3 * count)}
-            held = {prompt.text for prompt in source.held_out(2 * count)}
+            drawn = [prompt.text for prompt in source.held_out(2 * count)]
+            held = set(drawn)
+        assert len(drawn) == len(held), "each row comes once"
         assert not trained & held
         assert len(trained | held) == count
         assert abs(len(held) - count / 10) <= 1
@@ -76,8 +78,9 @@ def test_a_file_of_its_own_is_what_is_held_out(tokenizer, tmp_path):
     train, held = rows(tmp_path / "train.jsonl", range(20)), rows(tmp_path / "held.jsonl", [101, 7, 102])
     config = DataConfig(task="jsonl", jsonl=JsonlConfig(path=train), held_out_path=held)
     with PromptSource(config, tokenizer, 0) as source:
+        source.look_at_all()
         assert {prompt.text for prompt in source.next_groups(20)} == {f"{n}=" for n in range(20)}
-        evaluated = source.held_out(3)
+        evaluated = source.held_out(9)
         assert [prompt.text for prompt in evaluated] == ["101=", "7=", "102="]
         assert not {p.prompt_id for p in evaluated} & set(range(10_000)), "an id of a group that training draws"
         (note,) = source.notes()

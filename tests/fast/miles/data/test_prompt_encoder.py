@@ -42,6 +42,7 @@ def source(folder: Path, tokenizer, rows, **options) -> PromptSource:
 
 def prompts(folder: Path, tokenizer, rows, **options):
     with source(folder, tokenizer, rows, **options) as opened:
+        opened.look_at_all()
         return opened.next_groups(len(rows))
 
 
@@ -138,6 +139,7 @@ def test_longer_prompts_are_an_error_left_out_or_cut_and_always_told(tmp_path, t
         "set data.too_long to drop or truncate_left"
     )
     with source(tmp_path, tokenizer, rows, max_prompt_tokens=4, too_long="drop") as opened:
+        opened.look_at_all()
         assert [p.text for p in opened.next_groups(4)] == ["123", "12", "123", "12"]
         (note,) = opened.notes()
     assert note == (
@@ -151,12 +153,14 @@ def test_longer_prompts_are_an_error_left_out_or_cut_and_always_told(tmp_path, t
         assert "and are cut at their beginning: " in opened.notes()[0]
     assert [tokenizer.decode(p.input_ids) for p in cut] == ["123", "3456", "2345", "12"]
     with source(tmp_path, tokenizer, rows, max_prompt_tokens=6, too_long="drop") as opened:
+        opened.look_at_all()
         assert opened.notes() == []
 
 
 def test_many_long_prompts_are_counted_and_the_first_listed(tmp_path, tokenizer):
     rows = [{"prompt": f"{n:06}"} for n in range(30)] + [{"prompt": "1"}]
     with source(tmp_path, tokenizer, rows, max_prompt_tokens=4, too_long="drop") as opened:
+        opened.look_at_all()
         (note,) = opened.notes()
     assert "30 prompts" in note
     assert note.count("rows.jsonl:") == 20

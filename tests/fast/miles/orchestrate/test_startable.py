@@ -102,6 +102,7 @@ def build_everything(recipe: Recipe, folder: Path) -> None:
     """The constructions of a run in its order, on this process's CPU; nothing is started, no mesh joined."""
     from miles.data.prompts import PromptSource
     from miles.data.tokenizer import Tokenizer
+    from miles.evaluate.evaluator import Evaluator
     from miles.orchestrate.backends import build_backend, open_rollout
     from miles.orchestrate.gradient_watch import GradientWatch
     from miles.orchestrate.model_folder import prepare_model
@@ -121,12 +122,18 @@ def build_everything(recipe: Recipe, folder: Path) -> None:
     rewards = RewardPool(recipe.rollout.reward, build_reward(recipe.rollout.reward, recipe.data), tokenizer)
     prompts = PromptSource(recipe.data, tokenizer, recipe.seed)
     prompts.next_groups(recipe.rollout.batch_groups)
-    if recipe.run.evaluate_prompts:
-        prompts.held_out(recipe.run.evaluate_prompts)
 
     async def rollout() -> None:
         engines = EnginePool(["http://127.0.0.1:9"], token="t" * 32)
         open_rollout(recipe, engines, prompts, tokenizer, rewards)
+        Evaluator(
+            recipe.eval,
+            data=recipe.data,
+            rollout=recipe.rollout,
+            engine=engines,
+            tokenizer=tokenizer,
+            rewards=rewards,
+        ).close()
 
     asyncio.run(rollout())
     hook = FakeQATHook(recipe.quant, model_dir=model_dir)

@@ -94,7 +94,7 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"stop_token_ids": [32]}), facts()),
     ),
     "TOKENIZER": ((recipe(), told()), (recipe(), told(("warning", "padding is not applied", "remove it")))),
-    "PROMPTS": ((recipe(), facts()), (recipe(), replace(facts(), prompts=FirstPrompts([], ["2 prompts; raise it"])))),
+    "PROMPTS": ((recipe(), facts()), (recipe(), replace(facts(), prompts=FirstPrompts(notes=["2 prompts; raise it"])))),
     "REWARD": (
         (recipe(rollout={"reward": {"kind": "regex", "options": {"pattern": "x"}}}), facts()),
         (recipe(rollout={"reward": {"kind": "regex"}}), facts()),
@@ -110,6 +110,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
     "IDLE": (
         (recipe(algo={"eps_clip": 0.1}, data={"global_batch_size": 64}), facts()),
         (recipe(algo={"eps_clip": 0.1}), facts()),
+    ),
+    "EVALUATION": (
+        (recipe(eval={"sets": [{"name": "a", "max_new_tokens": 63}]}, rollout={"max_new_tokens": 8}), facts()),
+        (recipe(eval={"sets": [{"name": "a", "max_new_tokens": 64}]}, rollout={"max_new_tokens": 8}), facts()),
     ),
     "MEASURED": (
         (recipe(expect={"train/loss": {"max": 1}}), facts()),
@@ -296,7 +300,7 @@ def test_a_reward_that_compares_text_wants_answers_that_are_text(tmp_path, rewar
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+2=", "answer": answer}) + "\n")
     options = {"url": "http://127.0.0.1:9/"} if reward == "remote_http" else {}
     data = {"task": "jsonl", "jsonl": {"path": str(tmp_path / "rows.jsonl")}, "held_out_fraction": 0}
-    made = recipe(data=data, run={"evaluate_prompts": 0}, rollout={"reward": {"kind": reward, "options": options}})
+    made = recipe(data=data, eval={"sets": []}, rollout={"reward": {"kind": reward, "options": options}})
     found = [str(finding) for finding in check(made, facts_of(made)) if finding.rule == "REWARD"]
     assert (found == []) is (said is None)
     assert all(said in text for text in found)
