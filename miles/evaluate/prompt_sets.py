@@ -66,7 +66,7 @@ def read_prompts(chosen: EvalSet, data: DataConfig, encoder: Encoder, seed: int)
     held_out = chosen.path is None and (chosen.task is None or source.config.has_held_out)
     # What renders conversations is not needed again: the source stays for its scorer.
     with source:
-        drawn = source.held_out(wanted) if held_out else source.next_groups(wanted)
+        drawn = source.held_out(count) if held_out else source.next_groups(wanted)
     if size is not None and not held_out:
         # Beyond its end a file begins again.
         drawn = [prompt for prompt in drawn if prompt.prompt_id < size]
