@@ -16,7 +16,7 @@ import numpy as np
 
 from miles.config import ConfigError
 from miles.config.files import write_atomic
-from miles.data.chat.template import ChatFormat
+from miles.data.chat import ChatFormat
 from miles.data.token_coverage import TokenCoverage
 
 PAD, EOS = "<pad>", "<eos>"
