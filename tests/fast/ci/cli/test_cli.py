@@ -349,10 +349,10 @@ def test_every_variable_and_every_reason_code_is_documented() -> None:
         assert f"`{code}`" in page
 
 
-def test_the_plan_of_a_tree_has_the_same_digest_under_every_hash_seed(tree: Path) -> None:
+def test_the_plan_of_a_tree_has_the_same_digest_under_every_hash_seed(tree: Path, cache: Path) -> None:
     digests = set()
     for seed in ("0", "1", "2", "3", "random"):
-        environ = {**os.environ, "PYTHONHASHSEED": seed, "MILES_CI_CACHE_DIR": str(tree / f"cache-{seed}")}
+        environ = {**os.environ, "PYTHONHASHSEED": seed, "MILES_CI_CACHE_DIR": str(cache / seed)}
         command = [
             sys.executable,
             "-m",
