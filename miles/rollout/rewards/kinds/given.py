@@ -58,11 +58,10 @@ def given_function(options: dict[str, Any]) -> RewardFn:
         async def score(ctx: RewardContext, sample: Sample, completion: str) -> Value:
             return await function(completion, ctx.prompt.answer, ctx.prompt.metadata)
 
-        return RewardFn(values["name"], awaited=score)
+        return RewardFn(values["name"], awaited=score, text_answers=False)
     pickled = base64.b64encode(_pickled(function, values["name"])).decode()
-    return RewardFn(
-        values["name"], worker=WorkerCall("miles.rollout.reward_worker.pickled_function:make", {"pickled": pickled})
-    )
+    call = WorkerCall("miles.rollout.reward_worker.pickled_function:make", {"pickled": pickled})
+    return RewardFn(values["name"], worker=call, text_answers=False)
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
