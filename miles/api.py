@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from miles.orchestrate.event_loop import interruptible
 from miles.orchestrate.run_result import RunResult
 from miles.recipe import Recipe, load
 from miles.rollout.rewards import give
+
+# Ray has one cluster in a process.
+_one_run = threading.Lock()
 
 Reward = Callable[..., Any]
 OnStep = Callable[[dict[str, Any]], object]
@@ -56,7 +60,7 @@ def train(
     if on_step is not None and (not callable(on_step) or inspect.iscoroutinefunction(on_step)):
         raise ConfigError("on_step: is no plain function; define one that takes the step's row")
     loaded, given = _loaded(recipe, overrides, reward)
-    with interruptible():
+    with _only_run(), interruptible():
         return training.train(loaded, given, fresh=fresh, console=Console(quiet=quiet), on_step=on_step)
 
 
@@ -79,6 +83,16 @@ def evaluate(
             model = stack.enter_context(eval_command.checkpoint_model(loaded, given, checkpoint))
         assert model is not None
         return eval_command.evaluate(loaded, Path(model))
+
+
+@contextlib.contextmanager
+def _only_run() -> Iterator[None]:
+    if not _one_run.acquire(blocking=False):
+        raise ConfigError("this process has a run under way; wait for its end, or start the other from another process")
+    try:
+        yield
+    finally:
+        _one_run.release()
 
 
 def _loaded(recipe: Recipe | str | Path, overrides: Sequence[str], reward: Reward | None) -> tuple[Recipe, list[str]]:

@@ -201,12 +201,12 @@ class _Session:
     def _resume(self, actors: ActorGroup, rollout: Rollout) -> tuple[int, int]:
         """(first step to run, weight version that the trainer holds)."""
         for note in actors.notes:
-            self.progress.stage(f"checkpoint passed over: {note}")
+            self.progress.say(f"checkpoint passed over: {note}")
         if actors.resumed is None:
             return 0, 0
         rollout.restore(actors.resumed["rollout"])
         step = int(actors.resumed["step"])
-        self.progress.stage(f"resuming after step {step}")
+        self.progress.say(f"resuming after step {step}")
         return step, int(actors.resumed["weight_version"])
 
     def _recorder(self, stack: contextlib.AsyncExitStack, log: MetricsLog, rows: list[Row]) -> Any:

@@ -80,6 +80,16 @@ def test_a_finished_run_is_given_with_its_rows(tmp_path: Path) -> None:
         result.metric("rollout/reward")
 
 
+def test_a_second_run_of_a_process_is_refused_while_the_first_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(*arguments: Any, **options: Any) -> str:
+        with pytest.raises(ConfigError, match="this process has a run under way"):
+            api.train(QUICKSTART)
+        return "done"
+
+    monkeypatch.setattr(api.training, "train", first)
+    assert [api.train(QUICKSTART), api.train(QUICKSTART)] == ["done", "done"]
+
+
 def test_a_function_makes_another_run_of_the_recipe() -> None:
     plain, _ = api._loaded(QUICKSTART, ["seed=1"], None)
     given, overrides = api._loaded(QUICKSTART, ["seed=1"], reward)

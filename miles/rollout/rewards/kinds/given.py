@@ -84,10 +84,10 @@ def _parts(function: Any, seen: set[int]) -> Iterator[bytes]:
     except (OSError, TypeError):
         yield _pickled(function, function.__name__)
     taken = inspect.getclosurevars(function)
-    values = {**taken.globals, **taken.nonlocals}
-    values |= dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
-    for name, value in sorted(values.items(), key=lambda item: str(item[0])):
-        yield str(name).encode()
+    defaults = {str(index): value for index, value in enumerate(function.__defaults__ or ())}
+    values = {**taken.globals, **taken.nonlocals, **defaults, **(function.__kwdefaults__ or {})}
+    for name, value in sorted(values.items()):
+        yield name.encode()
         if isinstance(value, FunctionType):
             yield from _parts(value, seen)
         elif isinstance(value, _PLAIN):
