@@ -10,6 +10,7 @@ __all__ = [
     "ConfigError",
     "MilesError",
     "StrictModel",
+    "beside_recipe",
     "environment",
     "errors",
     "files",
