@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.device_sharing import device_sharing
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.evaluation import RunEvaluation
+from miles.orchestrate.event_loop import run_to_end
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop
@@ -40,6 +39,7 @@ from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.placed_cluster import check_placement, placed_cluster
 from miles.orchestrate.placement import Placement
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
+from miles.orchestrate.run_result import RunResult
 from miles.orchestrate.schedule import schedule_config
 from miles.orchestrate.startable import check_start
 from miles.recipe import Recipe, digest
@@ -49,16 +49,18 @@ from miles.rollout.protocol import Rollout
 from miles.rollout.rewards import RewardPool, build_reward
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a finished run reports."""
+def train(
+    recipe: Recipe,
+    overrides: Sequence[str],
+    *,
+    fresh: bool,
+    console: Console,
+    on_step: Callable[[Row], object] | None = None,
+) -> RunResult:
+    """Run the recipe to its end. A run that is already finished is only reported.
 
-    line: str
-    result: dict[str, Any]
-
-
-def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Console) -> Outcome:
-    """Run the recipe to its end and return the closing line. A run that is already finished is only reported."""
+    `on_step` gets a copy of each row of the log as it is recorded; what it raises ends the run.
+    """
     started = time.monotonic()
     # Rows are a few tokens long: handing them to a thread pool costs more than decoding them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -78,7 +80,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
                 f"{folder.path}: this run is finished; --fresh starts it over", highlight=False, soft_wrap=True
             )
             _check_expectations(recipe, rows)
-            return Outcome(finished["line"], finished)
+            return RunResult(finished["line"], finished, folder.path, rows)
         check_or_record(recipe, folder)
         model_dir = prepare_model(recipe, folder)
         progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
@@ -90,8 +92,8 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
                 started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,
             ):
-                session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards)
-                rows = asyncio.run(session.run())
+                session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards, on_step)
+                rows = run_to_end(session.run())
                 # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, folder, started)
                 write_reward_report(_steps(recipe, rows), folder.path, name=recipe.name)
@@ -99,7 +101,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             progress.close()
         write_atomic(folder.result, json.dumps(result, indent=1) + "\n")
     _check_expectations(recipe, rows)
-    return Outcome(result["line"], result)
+    return RunResult(result["line"], result, folder.path, rows)
 
 
 @contextlib.contextmanager
@@ -126,7 +128,9 @@ class _Session:
         progress: Progress,
         tokenizer: Tokenizer,
         rewards: RewardPool,
+        on_step: Callable[[Row], object] | None,
     ) -> None:
+        self.on_step = on_step
         self.placement = placement
         self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
         self.tokenizer, self.rewards = tokenizer, rewards
@@ -174,6 +178,7 @@ class _Session:
                 # What start-up made lives to the end: collections during the steps need not walk over it.
                 gc.collect()
                 gc.freeze()
+                stack.callback(gc.unfreeze)  # a program or notebook goes on afterwards
                 await loop.run(first_step)
                 if prompts.task.size is None:
                     # Those of a task that ends were told by the rules.
@@ -196,12 +201,12 @@ class _Session:
     def _resume(self, actors: ActorGroup, rollout: Rollout) -> tuple[int, int]:
         """(first step to run, weight version that the trainer holds)."""
         for note in actors.notes:
-            self.progress.stage(f"checkpoint passed over: {note}")
+            self.progress.say(f"checkpoint passed over: {note}")
         if actors.resumed is None:
             return 0, 0
         rollout.restore(actors.resumed["rollout"])
         step = int(actors.resumed["step"])
-        self.progress.stage(f"resuming after step {step}")
+        self.progress.say(f"resuming after step {step}")
         return step, int(actors.resumed["weight_version"])
 
     def _recorder(self, stack: contextlib.AsyncExitStack, log: MetricsLog, rows: list[Row]) -> Any:
@@ -223,6 +228,8 @@ class _Session:
                 events.append(row)
             if trained:
                 self.progress.step(row)
+            if self.on_step is not None:
+                self.on_step(dict(row))
 
         return record
 
