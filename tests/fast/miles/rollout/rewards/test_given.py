@@ -51,6 +51,13 @@ def test_what_a_function_closes_over_and_its_defaults_count() -> None:
 
         return reward
 
+    def by_name(least: float) -> Any:
+        def reward(completion, answer, metadata, *, floor=least):
+            return floor
+
+        return reward
+
+    assert fingerprint(by_name(0)) != fingerprint(by_name(1))
     prints = [fingerprint(make(*values, most=most)) for values, most in (((0,), 1), ((0,), 1), ((1,), 1), ((0,), 2))]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
