@@ -41,12 +41,12 @@ class Sums:
 
 
 def value_of(call: str) -> str:
-    """What the calculator says; `?` to what is no sum or product of two short numbers."""
+    """What the calculator says, two digits at least; `?` to what is no sum or product of two short numbers."""
     match = CALL.fullmatch(call)
     if match is None:
         return "?"
     a, b = int(match[1]), int(match[3])
-    return str(a + b if match[2] == "+" else a * b)
+    return f"{a + b if match[2] == '+' else a * b:02}"
 
 
 def agreement(text: str, wanted: str) -> float:
