@@ -9,6 +9,7 @@ from rich.table import Table
 
 from miles.orchestrate.placed_cluster import known_facts
 from miles.orchestrate.placement import place
+from miles.orchestrate.preflight import check_trackers
 from miles.recipe.rules import check_or_raise, model_facts
 from miles.recipe.schema import Recipe, digest
 
@@ -38,6 +39,7 @@ def describe(recipe: Recipe, overrides: Sequence[str], console: Console) -> None
     An existing cluster is asked what it has; nothing is started on it.
     """
     findings = check_or_raise(recipe)
+    check_trackers(recipe.observe)
     placement = place(recipe, known_facts(recipe.cluster))
     parallel, rollout = recipe.train.parallel, recipe.rollout
     parameters = parameter_count(recipe)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import socket
 import time
 
+from miles.config import ConfigError
+from miles.observe.config import ObserveConfig, missing
 from miles.recipe import Recipe
 from miles.recipe.inputs import check_files, first_prompts
 from miles.rollout.config import EngineConfig
@@ -20,12 +22,20 @@ POLL_S = 0.1
 
 
 def check_inputs(recipe: Recipe) -> None:
-    """Raise `ConfigError` for a model folder that is not complete, prompts that a run would refuse, an engine host that
-    is not this machine's or an engine port that is taken."""
+    """Raise `ConfigError` for a tracker that is not installed, a model folder that is not complete, prompts that a run would
+    refuse, an engine host that is not this machine's or an engine port that is taken."""
+    check_trackers(recipe.observe)
     check_files(recipe)
     first_prompts(recipe)
     check_host(recipe.engine.host)
     check_port(recipe.engine)
+
+
+def check_trackers(observe: ObserveConfig) -> None:
+    """`ConfigError` with how to install what is missing."""
+    lacking = missing(observe)
+    if lacking:
+        raise ConfigError("\n".join(f"observe.trackers: {name}: {how}" for name, how in lacking.items()))
 
 
 def check_host(host: str) -> None:

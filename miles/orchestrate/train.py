@@ -20,10 +20,12 @@ from miles.config.metric_names import unregistered
 from miles.data.packing import FlopsShape
 from miles.data.prompts import PromptSource
 from miles.data.tokenizer import Tokenizer
+from miles.observe import samples_log
 from miles.observe.metrics_log import MetricsLog, read_rows, require_steps, rewind
 from miles.observe.progress import Progress, open_progress
 from miles.observe.reward_report import MEAN_OVER, write_reward_report
-from miles.observe.tensorboard_events import TensorBoardEvents
+from miles.observe.samples_log import SamplesLog
+from miles.observe.trackers.feed import Trackers
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.backends import open_rollout
 from miles.orchestrate.cluster import announce_stop
@@ -40,6 +42,7 @@ from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.orchestrate.schedule import schedule_config
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
+from miles.recipe.schema import settings
 from miles.rollout.engine import Engine
 from miles.rollout.pool import EnginePool
 from miles.rollout.protocol import Rollout
@@ -78,8 +81,12 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             return Outcome(finished["line"], finished)
         check_or_record(recipe, folder)
         model_dir = prepare_model(recipe, folder)
-        progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
-        try:
+        with (
+            contextlib.closing(
+                open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
+            ) as progress,
+            contextlib.closing(_trackers(recipe, folder, progress)) as trackers,
+        ):
             tokenizer = Tokenizer(model_dir)
             progress.stage("starting Ray")
             with (
@@ -87,13 +94,12 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
                 _started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,
             ):
-                session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards)
+                session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards, trackers)
                 rows, evaluation = asyncio.run(session.run())
                 # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, evaluation, started)
                 write_reward_report(rows, folder.path, name=recipe.name)
-        finally:
-            progress.close()
+        # After the trackers: a finished run is only reported, so they have to have it all.
         write_atomic(folder.result, json.dumps(result, indent=1) + "\n")
     _check_expectations(recipe, rows)
     return Outcome(result["line"], result)
@@ -110,6 +116,10 @@ def _started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPoo
         pool.close()
 
 
+def _trackers(recipe: Recipe, folder: RunFolder, progress: Progress) -> Trackers:
+    return Trackers(recipe.observe, name=recipe.name, folder=folder.path, settings=settings(recipe), warn=progress.warn)
+
+
 class _Session:
     """Everything that lives while actors do."""
 
@@ -122,10 +132,11 @@ class _Session:
         progress: Progress,
         tokenizer: Tokenizer,
         rewards: RewardPool,
+        trackers: Trackers,
     ) -> None:
         self.placement = placement
         self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
-        self.tokenizer, self.rewards = tokenizer, rewards
+        self.tokenizer, self.rewards, self.trackers = tokenizer, rewards, trackers
 
     async def run(self) -> tuple[list[Row], dict[str, float]]:
         """Rows and evaluation; however it ends, what waits for Ray in other threads waits no longer than the sweeper."""
@@ -148,19 +159,28 @@ class _Session:
             rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
             first_step, version = self._resume(actors, rollout)
             rows = rewind(folder.metrics, first_dropped_step=first_step)
+            samples_log.rewind(folder.path, first_dropped_step=first_step, warn=self.progress.warn)
+            self.trackers.start(rows)
             async with contextlib.AsyncExitStack() as stack:
                 await stack.enter_async_context(engines)
                 stack.push_async_callback(rollout.close)
                 log = stack.enter_context(MetricsLog(folder.metrics))
-                record = self._recorder(stack, log, rows)
+                samples = SamplesLog(folder.path, recipe.observe.samples, self.tokenizer, self.progress.warn)
+                stack.callback(samples.close)
+
+                def make_durable() -> None:
+                    samples.sync()
+                    log.sync()
+
                 loop = TrainingLoop(
                     recipe,
                     actors,
                     rollout,
                     folder,
                     schedule_config(recipe, pad_id=self.tokenizer.pad_id, flops=self._flops()),
-                    record,
-                    log.sync,
+                    self._recorder(log, rows),
+                    samples.append,
+                    make_durable,
                     devices=device_sharing(recipe.placement.mode, actors, engines),
                     version=version,
                     watch=GradientWatch(recipe.algo, recipe.run.no_gradient_warning_steps, self.progress.warn, rows),
@@ -170,6 +190,7 @@ class _Session:
                 gc.freeze()
                 await loop.run(first_step)
                 evaluation = await self._evaluate(engines, prompts)
+            self.trackers.end()
             self.progress.stage("exporting the model")
             await actors.on_all_workers("export", folder.exported_model)
             self.progress.stage("done")
@@ -195,10 +216,7 @@ class _Session:
         self.progress.stage(f"resuming after step {step}")
         return step, int(actors.resumed["weight_version"])
 
-    def _recorder(self, stack: contextlib.AsyncExitStack, log: MetricsLog, rows: list[Row]) -> Any:
-        events = TensorBoardEvents(self.folder.tensorboard, rows) if self.recipe.run.tensorboard else None
-        if events is not None:
-            stack.callback(events.close)
+    def _recorder(self, log: MetricsLog, rows: list[Row]) -> Any:
         first = len(rows)
 
         def record(row: Row) -> None:
@@ -209,8 +227,7 @@ class _Session:
                 self.progress.warn(gap)
             rows.append(row)
             log.append(row)
-            if events is not None:
-                events.append(row)
+            self.trackers.append(row)
             self.progress.step(row)
 
         return record
