@@ -14,8 +14,6 @@ from typing import Any
 from miles.observe.trackers import run_id
 from miles.observe.trackers.tracker import TrackedRun, numbers
 
-INIT_TIMEOUT_S = 30.0
-
 
 class WeightsAndBiases:
     """One run of W&B; its files lie in `wandb/` of the run folder."""
@@ -52,7 +50,6 @@ class WeightsAndBiases:
                 disable_job_creation=True,
                 save_code=False,
                 silent=True,
-                init_timeout=INIT_TIMEOUT_S,
                 x_disable_meta=True,
                 x_disable_stats=True,
             ),
