@@ -1,7 +1,4 @@
-"""What would stop a run minutes after its start and can be known before: checked in the driver, nothing started.
-
-Left out: what only the device or the engine can say (memory, driver versions).
-"""
+"""What only this machine can say, looked at in the driver before anything starts: trackers, engine host and port."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import time
 
 from miles.config import ConfigError
 from miles.observe.config import ObserveConfig, missing
-from miles.recipe import Recipe
-from miles.recipe.inputs import check_files, first_prompts
 from miles.rollout.config import EngineConfig
 from miles.rollout.errors import PortError
 from miles.rollout.http_server import listen
@@ -21,20 +16,9 @@ PORT_WAIT_S = 3.0
 POLL_S = 0.1
 
 
-def check_inputs(recipe: Recipe) -> None:
-    """Raise `ConfigError` for a tracker that is not installed, a model folder that is not complete, prompts that a run would
-    refuse, an engine host that is not this machine's or an engine port that is taken."""
-    check_trackers(recipe.observe)
-    check_files(recipe)
-    first_prompts(recipe)
-    check_host(recipe.engine.host)
-    check_port(recipe.engine)
-
-
 def check_trackers(observe: ObserveConfig) -> None:
     """`ConfigError` with how to install what is missing."""
-    lacking = missing(observe)
-    if lacking:
+    if lacking := missing(observe):
         raise ConfigError("\n".join(f"observe.trackers: {name}: {how}" for name, how in lacking.items()))
 
 

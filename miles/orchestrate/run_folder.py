@@ -8,6 +8,7 @@
       tensorboard/      event files                         wandb/, mlflow.db, trackers/  of trackers that are switched on
       hf_model/         exported model of the finished run  logs/          engine messages
       replay/           steps recorded for `miles replay`
+      best/             with `run.keep_best`, see miles.evaluate.best
       reward.png, reward.html, result.json (written last)
 
 Overrides change the digest; a run with overrides lives in `<name>-<digest>`, so the same command finds it again.
@@ -54,6 +55,10 @@ class RunFolder:
     @property
     def replay(self) -> Path:
         return self.path / "replay"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best"
 
     @property
     def created_model(self) -> Path:

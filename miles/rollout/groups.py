@@ -10,7 +10,7 @@ from miles.data.prompts import Prompt, PromptSource
 from miles.data.sample import Sample, Status, validate_sample
 from miles.rollout.config import RolloutConfig
 from miles.rollout.engine import Engine
-from miles.rollout.errors import RolloutError
+from miles.rollout.errors import EngineReplyError, RolloutError
 from miles.rollout.generate import GenerateContext, GenerateFn, group_seeds, pending_group, single_turn
 from miles.rollout.rewards import Decoder, RewardContext, RewardPool, build_reward
 
@@ -118,3 +118,17 @@ class GroupRunner:
             f"engine {self.engine.url}: sample {samples[aborted[0]].sample_id} was aborted {MAX_CONTINUATIONS} times in "
             "a row; see the engine's log"
         )
+
+
+def check_versions(samples: Sequence[Sample], wanted: int, engine: str) -> None:
+    """`EngineReplyError` for a sample with a token of another weight version than `wanted`."""
+    for sample in samples:
+        spans = sample.version_spans
+        if spans is None:
+            continue
+        versions = set(spans[:, 0].tolist()) - {-1, wanted}
+        if versions:
+            raise EngineReplyError(
+                f"engine {engine}: sample {sample.sample_id} has tokens of weight version "
+                f"{', '.join(map(str, sorted(versions)))}, this step is on version {wanted}"
+            )

@@ -19,10 +19,10 @@ from miles.data.prompts import Prompt
 from miles.data.sample import Sample
 from miles.rollout.config import RolloutConfig
 from miles.rollout.engine import Engine
-from miles.rollout.errors import EngineReplyError, RolloutError
+from miles.rollout.errors import RolloutError
 from miles.rollout.filters import FilterChain
 from miles.rollout.generate import GenerateFn, single_turn
-from miles.rollout.groups import GroupRunner, Prompts
+from miles.rollout.groups import GroupRunner, Prompts, check_versions
 from miles.rollout.metrics import oldest_version, rollout_metrics
 from miles.rollout.protocol import RolloutBatch
 from miles.rollout.rewards import Decoder, RewardPool
@@ -31,7 +31,7 @@ from miles.rollout.rewards import Decoder, RewardPool
 class SyncRollout:
     """`start(version)`, then for each step `collect`, train, sync, `on_new_version(version)`; `close()` at the end.
 
-    `prefetch` may be called while a step trains; `evaluate` at any time. Use inside one event loop.
+    `prefetch` may be called while a step trains. Use inside one event loop.
     """
 
     def __init__(
@@ -78,6 +78,12 @@ class SyncRollout:
         """Every engine serves `version`."""
         self._version = version
 
+    async def hold(self) -> None:
+        """Nothing: between steps nothing is submitted."""
+
+    async def release(self) -> None:
+        """Nothing was held back."""
+
     async def on_skipped_step(self) -> None:
         """The version that `prefetch` named does not come: the same prompts, of what is served."""
         if self._prefetched is not None:
@@ -120,7 +126,7 @@ class SyncRollout:
                     refused += group
         self._cursor = None
         samples = [sample for group in accepted for sample in group]
-        _check_versions(samples, self._version, self._runner.engine.url)
+        check_versions(samples, self._version, self._runner.engine.url)
         metrics = rollout_metrics(accepted, refused)
         metrics["rollout/waves"] = float(waves)
         metrics["rollout/surplus_groups"] = float(surplus)
@@ -139,13 +145,6 @@ class SyncRollout:
             prompts, asyncio.ensure_future(self._runner.run_all(prompts, min_weight_version=min_weight_version))
         )
 
-    async def evaluate(self, prompts: Sequence[Prompt]) -> RolloutBatch:
-        """Groups for given prompts, unfiltered, in order."""
-        groups = await self._runner.run_all(prompts)
-        samples = [sample for group in groups for sample in group]
-        metrics = {k.replace("rollout/", "eval/", 1): v for k, v in rollout_metrics(groups, []).items()}
-        return RolloutBatch(samples, metrics, _version_of(samples))
-
 
 @dataclass(frozen=True)
 class _Wave:
@@ -161,19 +160,6 @@ class _Wave:
     async def cancel(self) -> None:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-
-
-def _check_versions(samples: Sequence[Sample], wanted: int, engine: str) -> None:
-    for sample in samples:
-        spans = sample.version_spans
-        if spans is None:
-            continue
-        versions = set(spans[:, 0].tolist()) - {-1, wanted}
-        if versions:
-            raise EngineReplyError(
-                f"engine {engine}: sample {sample.sample_id} has tokens of weight version "
-                f"{', '.join(map(str, sorted(versions)))}, this step is on version {wanted}"
-            )
 
 
 def _version_of(samples: Sequence[Sample]) -> int:

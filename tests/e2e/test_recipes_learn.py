@@ -26,7 +26,7 @@ def test_recipe_reaches_its_expected_reward(runs, recipe):
 
 @pytest.mark.timeout(300)
 def test_a_finished_run_teaches_the_next_one(runs):
-    quiet = ("run.evaluate_prompts=0", "observe.trackers=[]", "expect={}")
+    quiet = ("eval.sets=[]", "observe.trackers=[]", "expect={}")
     taught = runs.run("teacher", "run.steps=140", *quiet)
     assert taught.returncode == 0, taught.stderr
     teacher = runs.folder / "teacher" / "hf_model"
