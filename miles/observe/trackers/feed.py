@@ -37,11 +37,11 @@ class Trackers:
             if tracker == "tensorboard":
                 self._events = TensorBoardEvents(self._folder / "tensorboard", rows)
             else:
-                options = getattr(self._config, tracker).model_dump(mode="json")
-                run = TrackedRun(self._name, self._folder, self._settings, options)
+                section = self._config.wandb if tracker == "wandb" else self._config.mlflow
+                run, options = TrackedRun(self._name, self._folder, self._settings), section.model_dump(mode="json")
                 try:
                     self._processes.append(
-                        TrackerProcess(tracker, run, finish_s=self._config.finish_s, warn=self._warn)
+                        TrackerProcess(tracker, run, options, finish_s=self._config.finish_s, warn=self._warn)
                     )
                 except OSError as error:
                     self._warn(f"{tracker}: no process for it ({error.strerror}); the run goes on without")

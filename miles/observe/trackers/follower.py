@@ -35,7 +35,7 @@ MAX_FAILURE_CHARS = 1000
 
 @dataclass(frozen=True)
 class Spec:
-    """`path`: where modules are looked for; `finish_s`: the process ends by itself so long after the driver did."""
+    """`path`: where modules are looked for; `options`: the tracker's section of `observe`; `finish_s`: the process ends by itself so long after the driver did."""
 
     tracker: str
     path: list[str]
@@ -147,14 +147,16 @@ class Follower:
             self._tracker = None
 
 
-def _make(name: str, run: TrackedRun) -> Tracker:
+def _make(name: str, run: TrackedRun, options: dict[str, Any]) -> Tracker:
+    from miles.observe.config import MlflowConfig, WandbConfig
+
     if name == "wandb":
         from miles.observe.trackers.weights_and_biases import WeightsAndBiases
 
-        return WeightsAndBiases(run)
+        return WeightsAndBiases(run, WandbConfig(**options))
     from miles.observe.trackers.mlflow_store import MlflowStore
 
-    return MlflowStore(run)
+    return MlflowStore(run, MlflowConfig(**options))
 
 
 def _follow(spec: Spec, driver: Driver, answer: Callable[[dict[str, Any]], None]) -> None:
@@ -162,13 +164,13 @@ def _follow(spec: Spec, driver: Driver, answer: Callable[[dict[str, Any]], None]
     from miles.observe.trackers.tracker import TrackedRun
 
     folder = Path(spec.folder)
-    run = TrackedRun(spec.name, folder, spec.settings, spec.options)
+    run = TrackedRun(spec.name, folder, spec.settings)
 
     def tell(error: BaseException) -> None:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         answer({"failure": without_secrets(said, os.environ)[:MAX_FAILURE_CHARS]})
 
-    follower = Follower(lambda: _make(spec.tracker, run), RowReader(folder / "metrics.jsonl"), tell)
+    follower = Follower(lambda: _make(spec.tracker, run, spec.options), RowReader(folder / "metrics.jsonl"), tell)
     with _sole(folder / "trackers" / f"{spec.tracker}.lock"):
         ending = b""
         while not ending:

@@ -10,7 +10,7 @@ from typing import Any
 
 from miles.config import environment
 from miles.config.errors import ConfigError
-from miles.observe.config import uri_fault
+from miles.observe.config import MlflowConfig, uri_fault
 from miles.observe.trackers import run_id
 from miles.observe.trackers.tracker import TrackedRun, numbers
 
@@ -24,8 +24,8 @@ EVERY_ROW = "weight_version"
 class MlflowStore:
     """One run of an experiment."""
 
-    def __init__(self, run: TrackedRun) -> None:
-        self._run = run
+    def __init__(self, run: TrackedRun, config: MlflowConfig) -> None:
+        self._run, self._config = run, config
         self._client: Any = None
         self._id = ""
 
@@ -35,7 +35,7 @@ class MlflowStore:
 
         uri = self._uri()
         self._client = MlflowClient(tracking_uri=uri)
-        where = f"{uri} {self._run.options['experiment']}"
+        where = f"{uri} {self._config.experiment}"
         found = run_id.known(self._run.folder, "mlflow", where=where)
         if found is not None:
             self._id = found
@@ -58,7 +58,7 @@ class MlflowStore:
             self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
     def _uri(self) -> str:
-        given = self._run.options["uri"]
+        given = self._config.uri
         if given is None and (set_outside := environment.read("MLFLOW_TRACKING_URI")):
             if (fault := uri_fault(set_outside)) is not None:
                 raise ConfigError(f"MLFLOW_TRACKING_URI {fault}")
@@ -66,7 +66,7 @@ class MlflowStore:
         return given or f"sqlite:///{os.path.abspath(self._run.folder / 'mlflow.db')}"
 
     def _experiment(self) -> str:
-        name = self._run.options["experiment"]
+        name = self._config.experiment
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return found.experiment_id

@@ -32,7 +32,15 @@ ALONE_MORE_S = 10.0
 class TrackerProcess:
     """Started by the constructor; `row_written` for each row, `end`, `wait`, `kill`. `warn` is called once at most."""
 
-    def __init__(self, tracker: str, run: TrackedRun, *, finish_s: float, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tracker: str,
+        run: TrackedRun,
+        options: dict[str, Any],
+        *,
+        finish_s: float,
+        warn: Callable[[str], None],
+    ) -> None:
         self._tracker, self._warn = tracker, warn
         self._warned = self._counted = False
         self._said = b""
@@ -42,7 +50,7 @@ class TrackerProcess:
             name=run.name,
             folder=str(run.folder),
             settings=run.settings,
-            options=run.options,
+            options=options,
             finish_s=finish_s + ALONE_MORE_S,
         )
         self._channel, theirs = socket.socketpair()

@@ -13,13 +13,11 @@ WORDS = ("NaN", "Infinity", "-Infinity")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """`folder`: the run folder, absolute; `settings`: leaves of the resolved recipe by dotted key; `options`: the tracker's
-    own section of `observe`."""
+    """`folder`: the run folder, absolute; `settings`: leaves of the resolved recipe by dotted key."""
 
     name: str
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 class Tracker(Protocol):

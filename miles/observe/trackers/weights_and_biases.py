@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from miles.observe.config import WandbConfig
 from miles.observe.trackers import run_id
 from miles.observe.trackers.tracker import TrackedRun, numbers
 
@@ -18,29 +19,29 @@ from miles.observe.trackers.tracker import TrackedRun, numbers
 class WeightsAndBiases:
     """One run of W&B; its files lie in `wandb/` of the run folder."""
 
-    def __init__(self, run: TrackedRun) -> None:
-        self._run = run
+    def __init__(self, run: TrackedRun, config: WandbConfig) -> None:
+        self._run, self._config = run, config
         self._handle: Any = None
 
     def open(self) -> int:
         import wandb
 
-        where = f"{self._run.options['entity'] or ''}/{self._run.options['project']}"
+        where = f"{self._config.entity or ''}/{self._config.project}"
         name = run_id.known(self._run.folder, "wandb", where=where)
         if name is None:
             # Before anything is written under it: a kill in between makes no second run.
             name = secrets.token_hex(4)
             run_id.keep(self._run.folder, "wandb", name, where=where)
-        offline = self._run.options["mode"] == "offline"
+        offline = self._config.mode == "offline"
         sent = _forget_unsent(self._run.folder / "wandb", name) if offline else 0
         self._handle = wandb.init(
             id=name,
             resume="allow",
-            project=self._run.options["project"],
-            entity=self._run.options["entity"],
+            project=self._config.project,
+            entity=self._config.entity,
             name=self._run.name,
             dir=self._run.folder,
-            mode=self._run.options["mode"],
+            mode=self._config.mode,
             config=self._run.settings,
             # Numbers and settings only: no code, no diff, no command line, no machine, no output.
             settings=wandb.Settings(

@@ -54,8 +54,8 @@ def start(folder: Path) -> Iterator[Start]:
     started: list[TrackerProcess] = []
 
     def make(tracker: str, warn: Callable[[str], None] = pytest.fail, **options: Any) -> TrackerProcess:
-        run = TrackedRun("a run", folder, {"train.lr": 0.5}, {**OPTIONS[tracker], **options})
-        started.append(TrackerProcess(tracker, run, finish_s=LIMIT_S, warn=warn))
+        run = TrackedRun("a run", folder, {"train.lr": 0.5})
+        started.append(TrackerProcess(tracker, run, {**OPTIONS[tracker], **options}, finish_s=LIMIT_S, warn=warn))
         return started[-1]
 
     yield make
