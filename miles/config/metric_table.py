@@ -44,6 +44,12 @@ STEP = (
     Metric("rollout/tokens_per_s", "tokens/s", "response tokens over the time of the whole step"),
     Metric("rollout/waves", "count", "rounds of requests until enough groups were accepted", when="on policy"),
     Metric("rollout/surplus_groups", "count", "finished groups that were not needed", when="on policy"),
+    Metric(
+        "rollout/filled_groups",
+        "count",
+        "refused groups in the place of missing ones, in no loss: `rollout.filters.at_limit: train`",
+        when="on policy",
+    ),
     Metric("rollout/staleness_mean", "versions", "mean lag of a sample's weights", when="`rollout.max_staleness`"),
     Metric("rollout/staleness_max", "versions", "largest lag of a sample's weights", when="`rollout.max_staleness`"),
     Metric("rollout/dropped_stale", "count", "groups dropped as too old for this step", when="`rollout.max_staleness`"),

@@ -177,7 +177,7 @@ class AsyncRollout:
 
     async def _run(self, submission: _Submission) -> None:
         try:
-            samples = await self._runner.run(submission.prompt, attempt=submission.attempt)
+            samples = await self._runner.run(submission.prompt, attempt=submission.attempt, for_training=True)
             del self.buffer.running[submission.prompt.prompt_id]
             if any(s.status == Status.ABORTED for s in samples):
                 self._resubmitted += 1

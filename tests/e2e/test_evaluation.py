@@ -26,8 +26,9 @@ SETS = "eval.sets=[{name: greedy, prompts: 8}, {name: drawn, prompts: 4, samples
 SHORT = ("run.steps=8", "run.checkpoint_every=2", "train.checkpoint_keep=1", "expect={}")
 STEPS = (*SHORT, SETS, "eval.every=2", "run.keep_best=eval/drawn/best_of_4")
 ASYNC = "recipes/quickstart_async.yaml"
-# Weights that never change: behind the policy, time decides which version of them a sample is drawn from.
-FROZEN = ("train.optimizer.lr=0.0", "train.optimizer.min_lr=0.0", "train.optimizer.weight_decay=0.0")
+# Weights that never change, as no step is large enough to move a float: behind the policy, time decides which version of
+# them a sample is drawn from.
+FROZEN = ("train.optimizer.lr=1e-30", "train.optimizer.weight_decay=0.0")
 BY_TIME = ("rollout/staleness_mean", "rollout/staleness_max")
 
 

@@ -23,7 +23,7 @@ NUMBER = 31
 
 
 def shard(suite: str, part: str, *tests: dict[str, Any]) -> dict[str, Any]:
-    return {"schema": 1, "run": {"suite": suite, "hardware": "h200", "shard": part}, "tests": list(tests)}
+    return {"schema": 2, "run": {"suite": suite, "hardware": "h200", "shard": part}, "tests": list(tests)}
 
 
 def result(path: str, outcome: str, message: str = "") -> dict[str, Any]:
@@ -45,7 +45,7 @@ def result(path: str, outcome: str, message: str = "") -> dict[str, Any]:
 
 def merged(*shards: dict[str, Any], **values: Any) -> bytes:
     return json.dumps(
-        {"schema": 1, "shards": list(shards), "never_executed": [], "faults": [], "skipped_suites": {}, **values}
+        {"schema": 2, "shards": list(shards), "never_executed": [], "faults": [], "skipped_suites": {}, **values}
     ).encode()
 
 
