@@ -53,6 +53,7 @@ class WeightsAndBiases:
                 silent=True,
                 x_disable_meta=True,
                 x_disable_stats=True,
+                x_save_requirements=False,
             ),
         )
         return sent if offline else int(self._handle.step)
