@@ -63,3 +63,10 @@ def test_a_finished_run_teaches_the_next_one(runs, tmp_path):
     assert learned[0]["rollout/reward_mean"] <= 0.2
     assert sum(row["rollout/reward_mean"] for row in learned[-5:]) / 5 >= 0.9
     assert learned[-1]["train/teacher_kl"] < 0.2 * learned[0]["train/teacher_kl"]
+
+
+@pytest.mark.timeout(400)
+def test_an_exported_model_is_a_model_to_start_from(runs, tmp_path):
+    follow("docs/guide/bring-your-model.md", tmp_path, runs)
+    first, second = rows(tmp_path, "first"), rows(tmp_path, "second")
+    assert second[0]["rollout/reward_mean"] >= 0.9 > first[0]["rollout/reward_mean"]

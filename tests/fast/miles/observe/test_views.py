@@ -82,6 +82,39 @@ def test_a_warning_names_the_run_and_stays_above_the_live_view() -> None:
     assert "run: warning: look [there]" in live
 
 
+def test_a_notebook_has_one_output_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython.display
+
+    shown: list[dict[str, str]] = []
+
+    class Handle:
+        def update(self, bundle: dict[str, str], *, raw: bool) -> None:
+            assert raw
+            shown.append(bundle)
+
+    def display(bundle: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
+        assert (raw, display_id) == (True, True)
+        shown.append(bundle)
+        return Handle()
+
+    monkeypatch.setattr(IPython.display, "display", display)
+    progress = open_progress(name="run", total_steps=2, console=Console(force_jupyter=True))
+    progress.stage("starting trainer")
+    progress.warn("look <here> [there]")
+    progress.step(row(0, 0.1))
+    progress.step(row(1, 0.9))
+    progress.close()
+    assert "run  starting  step 0/2" in shown[0]["text/plain"]
+    text = shown[-1]["text/plain"]
+    for said in ("warning: look <here> [there]", "step 2/2", "0.900", "▂▇", "1234", "grad norm 1.500"):
+        assert said in text
+    assert "look &lt;here&gt; [there]" in shown[-1]["text/html"]
+    assert shown[-1]["text/html"].startswith("<pre>")
+    assert isinstance(
+        open_progress(name="r", total_steps=1, console=Console(force_jupyter=True, quiet=True)), PlainProgress
+    )
+
+
 def test_terminal_gets_the_live_view_and_a_log_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(terminal: bool) -> type:
         shown = open_progress(name="r", total_steps=1, console=Console(file=io.StringIO(), force_terminal=terminal))
