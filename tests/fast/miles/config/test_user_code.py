@@ -166,7 +166,7 @@ def test_a_package_name_that_is_taken_is_refused(tmp_path):
     (tmp_path / "json").mkdir()
     for name in ("__init__.py", "decoder.py"):
         (tmp_path / "json" / name).write_text("def f(inputs): ...\n")
-    with pytest.raises(ConfigError, match="json.decoder is .* already; give the package another name"):
+    with pytest.raises(ConfigError, match=r"json\.decoder is .* already; give the package another name"):
         user_code.load(f"python:{tmp_path}/json/decoder.py:f", option="o", parameters=ONE)
 
 
