@@ -137,7 +137,7 @@ def test_tune_learns_from_results_and_rewrites_sources(run, tree: Path) -> None:
             "attempts": [{"wall_s": 100 + index}],
         }
         info = {"suite": "stage-b-cpu", "hardware": "cpu", "started_at": now - index}
-        (tree / f"results-{index}.json").write_text(json.dumps({"schema": 1, "run": info, "tests": [test]}))
+        (tree / f"results-{index}.json").write_text(json.dumps({"schema": 2, "run": info, "tests": [test]}))
     code, out, _ = run("tune", "--results", *(str(tree / f"results-{index}.json") for index in range(3)))
     assert code == 0
     assert "tests/durations.json: 1 entries" in out

@@ -208,8 +208,8 @@ def test_results_survive_writing_and_reading(tmp_path):
     [
         ("{", "not JSON"),
         ("[]", "results schema 'list' is not supported"),
-        ('{"schema": 2}', "schema 2 is not supported"),
-        ('{"schema": 1}', "damaged results file: 'run' is missing"),
+        ('{"schema": 1}', "schema 1 is not supported"),
+        ('{"schema": 2}', "damaged results file: 'run' is missing"),
     ],
 )
 def test_damaged_results_file_is_named_with_its_fault(tmp_path, text, message):
