@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from miles_ci.report.untrusted import MAX_TESTS, MAX_TEXT, OUTCOMES, BadArtifact, SeenTest, read_shard
-from miles_ci.run.results import THEN_PASSED
+from miles_ci.run.results import SCHEMA, THEN_PASSED
 
 RUN = {"suite": "s" * 70, "hardware": "h" * 70, "shard": "1" * 20}
 
 
 def read(**entry: Any) -> SeenTest:
     test = {"path": "tests/a.py", "outcome": "failed", "attempts": [], **entry}
-    (seen,) = read_shard({"schema": 1, "run": RUN, "tests": [test]}).tests
+    (seen,) = read_shard({"schema": SCHEMA, "run": RUN, "tests": [test]}).tests
     return seen
 
 
@@ -23,7 +23,7 @@ def failure(**values: Any) -> dict[str, Any]:
 
 
 def test_names_are_cut_at_their_limits() -> None:
-    shard = read_shard({"schema": 1, "run": RUN, "tests": []})
+    shard = read_shard({"schema": SCHEMA, "run": RUN, "tests": []})
     assert (len(shard.suite), len(shard.hardware), len(shard.shard)) == (64, 64, 16)
     attempt = {"failures": [failure(node="n" * 600, message="m" * (MAX_TEXT + 9), type="t" * 300, signature="s" * 99)],
                "cause": "c" * 300, "cause_kind": "k" * 30}  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_repetition_that_passed_is_told_in_every_text() -> None:
 def test_only_units_that_ran_were_observed() -> None:
     tests = [{"path": f"tests/{outcome}.py", "outcome": outcome, "attempts": [], "nodes": {"a": "x", "b": "x"}}
              for outcome in ("passed", "failed", "not_run", "cancelled")]  # fmt: skip
-    assert read_shard({"schema": 1, "run": RUN, "tests": tests}).observed == 4
+    assert read_shard({"schema": SCHEMA, "run": RUN, "tests": tests}).observed == 4
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,6 @@ def test_another_form_is_refused_with_its_field(entry: dict[str, Any], words: st
 
 def test_a_list_of_exactly_the_limit_is_read() -> None:
     test = {"path": "a", "outcome": "passed", "attempts": []}
-    assert len(read_shard({"schema": 1, "run": RUN, "tests": [test] * MAX_TESTS}).tests) == MAX_TESTS
+    assert len(read_shard({"schema": SCHEMA, "run": RUN, "tests": [test] * MAX_TESTS}).tests) == MAX_TESTS
     with pytest.raises(BadArtifact, match="expected a list of at most"):
-        read_shard({"schema": 1, "run": RUN, "tests": [test] * (MAX_TESTS + 1)})
+        read_shard({"schema": SCHEMA, "run": RUN, "tests": [test] * (MAX_TESTS + 1)})
