@@ -29,7 +29,6 @@ from miles.observe.reward_report import MEAN_OVER, write_reward_report
 from miles.observe.tensorboard_events import TensorBoardEvents
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.backends import open_rollout
-from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.device_sharing import device_sharing
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.evaluation import RunEvaluation
@@ -42,6 +41,7 @@ from miles.orchestrate.placement import Placement
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.orchestrate.schedule import schedule_config
 from miles.orchestrate.startable import check_start
+from miles.orchestrate.sweeper_handle import announce_stop, marked
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
 from miles.rollout.pool import EnginePool
@@ -86,6 +86,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             tokenizer = Tokenizer(model_dir)
             progress.stage("starting Ray")
             with (
+                marked(),
                 # Worker processes of rewards start beside Ray's.
                 started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,
