@@ -95,7 +95,8 @@ def _start(ray: Any, calls: BoundedCalls, folder: Path, *, cpus: int, gpus: int)
             _temp_dir=str(folder / INNER),
         )
 
-    reason, cause = f"nothing answered for {START_LIMIT_S:g} s", None
+    reason = f"nothing answered for {START_LIMIT_S:g} s"
+    cause: BaseException | None = None
     try:
         if calls.finishes_within(START_LIMIT_S, start):
             return
