@@ -65,9 +65,10 @@ def local_cluster(*, cpus: int, gpus: int = 0, note: Callable[[str], None] = lam
         fcntl.flock(lock, fcntl.LOCK_EX)
         with marked() as mark, sweeping(mark, folder) as sweeper:
             ray, calls = _import_ray(), BoundedCalls()
-            with keeping_signal_handlers(lambda: _stop(ray, calls, sweeper), sweeper.sweep):
+            with keeping_signal_handlers(lambda: _stop(ray, calls, sweeper), sweeper.sweep) as started:
                 with start_turn(lock_path(_base()), note):
                     _start(ray, calls, folder, cpus=cpus, gpus=gpus)
+                started()
                 yield Cluster(folder=folder)
 
 

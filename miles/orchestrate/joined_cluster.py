@@ -55,8 +55,9 @@ def joined_cluster(address: str) -> Iterator[None]:
             atexit.unregister(ray.shutdown)
         calls.close()
 
-    with keeping_signal_handlers(leave):
+    with keeping_signal_handlers(leave) as joined:
         _join(calls, address)
+        joined()
         yield
 
 

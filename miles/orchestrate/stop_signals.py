@@ -12,10 +12,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def keeping_signal_handlers(*stops: Callable[[], object]) -> Iterator[None]:
-    """`stops` run at the end, all of them, with signals ignored: a second Ctrl-C must not keep Ray from being stopped.
+def keeping_signal_handlers(*stops: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """Ray takes SIGTERM for itself, also without Python's knowledge: call what is yielded when it has.
 
-    Each of them has to be bounded.
+    `stops` run at the end, all of them, with signals ignored: a second Ctrl-C must not keep Ray from being stopped. Each
+    of them has to be bounded.
     """
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with contextlib.ExitStack() as last:
@@ -23,7 +24,7 @@ def keeping_signal_handlers(*stops: Callable[[], object]) -> Iterator[None]:
         for stop in reversed(stops):
             last.callback(stop)
         last.callback(_set_handlers, dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN))
-        yield
+        yield lambda: _set_handlers(handlers)
 
 
 def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import io
 import os
@@ -162,22 +163,39 @@ def test_a_cluster_that_does_not_start_says_why_with_the_daemons_last_words(
     assert list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")) == []
 
 
-def test_ray_lives_in_one_thread_that_can_take_no_signals_and_stays_as_long_as_the_cluster(
+def test_ray_lives_in_one_thread_that_stays_as_long_as_the_cluster(
     fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Linux kills the daemons with the thread that started them."""
     threads: list[threading.Thread] = []
     for name in ("init", "shutdown"):
         monkeypatch.setattr(sys.modules["ray"], name, lambda **_: threads.append(threading.current_thread()))
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with local_cluster(cpus=1):
-        assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
         assert threads[0].is_alive()
         assert threads[0] is not threading.main_thread()
-    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
     assert threads == [threads[0]] * 2
     threads[0].join(10)
     assert not threads[0].is_alive()
+
+
+SIGTERM_ENDS_IT = ctypes.CDLL(None).signal
+SIGTERM_ENDS_IT.argtypes, SIGTERM_ENDS_IT.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+
+
+def test_ray_does_not_keep_the_signal_that_it_takes_behind_pythons_back(fake_ray: list[Any], monkeypatch) -> None:
+    got: list[int] = []
+    # As its core worker: the default action (0), set in C.
+    monkeypatch.setattr(sys.modules["ray"], "init", lambda **_: SIGTERM_ENDS_IT(signal.SIGTERM, 0))
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        with local_cluster(cpus=1):
+            signal.raise_signal(signal.SIGTERM)
+            assert got == [signal.SIGTERM]
+            assert {signal.getsignal(number) for number in STOP_SIGNALS} != {signal.SIG_IGN}
+        signal.raise_signal(signal.SIGTERM)
+        assert got == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_stop_signal_while_ray_hangs_in_its_start_is_an_interruption(
