@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ register_cpu_ci(est_time=420, suite="stage-b-cpu", timeout=1800)
 
 STEPS = ("run.steps=6", "run.checkpoint_every=2", "eval.sets=[]", "expect={}")
 ENDLESS = ("run.steps=100000", "run.checkpoint_every=50000", "eval.sets=[]", "expect={}")
+REWARD = Path(__file__).parent / "helpers" / "judged.py"
 # The sweeper's patience, the driver's, and what a slow machine adds.
 STOP_BOUND_S = 75.0
 
@@ -102,6 +104,20 @@ def test_a_run_outlives_its_sweeper_and_has_another_one(runs, number: signal.Sig
         lambda: first not in (found := kinds(descendants(process.pid)).get("sweeper", [])) and found, "another sweeper"
     )
     family = descendants(process.pid)
+    process.kill()
+    require_gone(family, "everything that descended from the driver")
+    process.communicate()
+
+
+def test_reward_workers_that_are_stopped_go_with_a_killed_driver(runs) -> None:
+    """Stopped, they do not see the end of the driver themselves."""
+    reward = ("rollout.reward.kind=python", f"rollout.reward.options.path=python:{REWARD}:score")
+    process = runs.start("rewarded", *ENDLESS, *reward)
+    runs.wait_for_step("rewarded", 1, process)
+    family = descendants(process.pid)
+    found = kinds(family)
+    for one in found["reward server"] + found["reward worker"]:
+        one.suspend()
     process.kill()
     require_gone(family, "everything that descended from the driver")
     process.communicate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
@@ -110,6 +111,18 @@ def test_a_cluster_that_does_not_take_the_driver_says_why(ray, monkeypatch) -> N
     with pytest.raises(ClusterError, match=r"cluster\.address head:6379: wrong token; start the command on a node of"):
         with joined_cluster("head:6379"):
             pytest.fail("nothing was joined")
+
+
+def test_a_joined_cluster_keeps_no_handlers(ray, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_knock", lambda address: None)
+
+    @contextlib.contextmanager
+    def keeping(*stops):
+        yield lambda: ray.calls.append("handlers are back")
+
+    monkeypatch.setattr(module, "keeping_signal_handlers", keeping)
+    with joined_cluster("head:6379"):
+        assert ray.calls[1:] == ["handlers are back"]
 
 
 def test_a_cluster_that_answers_nothing_is_neither_joined_nor_left_for_ever(ray, monkeypatch) -> None:

@@ -293,6 +293,14 @@ def test_a_shutdown_that_waits_for_ever_is_not_waited_for(fake_ray: list[Any], m
     assert not running.folder.exists()
 
 
+def test_a_shutdown_that_waits_for_a_process_of_the_run_is_helped(fake_ray: list[Any], monkeypatch) -> None:
+    monkeypatch.setattr(cluster.SweeperHandle, "stopping", lambda handle: child.kill())
+    with local_cluster(cpus=1):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        monkeypatch.setattr(sys.modules["ray"], "shutdown", lambda: fake_ray.append(child.wait()))
+    assert fake_ray[1:] == [-signal.SIGKILL]
+
+
 def test_the_start_waits_for_another_run_and_says_so(fake_ray: list[Any], tmp_path: Path) -> None:
     code = (
         "import sys, time; from miles.orchestrate.start_turn import *; from pathlib import Path\n"

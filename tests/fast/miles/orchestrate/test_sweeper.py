@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -131,7 +132,8 @@ def test_a_driver_that_is_stopping_too_long_loses_its_processes_and_later_itself
         " stdin=subprocess.PIPE)\n"
         "time.sleep(1.5); p.stdin.write(b'x'); p.stdin.flush(); print('not yet', flush=True)\n"
         "sys.stdin.readline()\n"
-        f"p.stdin.write({said!r}); p.stdin.flush(); time.sleep(60)"
+        # Again and again, which makes the time no longer.
+        f"while True: p.stdin.write({said!r}); p.stdin.flush(); time.sleep(0.3)"
     )
     process = started(
         sys.executable, "-c", driver, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -194,8 +196,23 @@ def test_a_successor_is_told_of_the_stop(tmp_path: Path, started, monkeypatch: p
     with marked() as mark, sweeping(mark, tmp_path / "none") as handle:
         child = started(sys.executable, "-c", SLEEP, start_new_session=True)
         announce_stop()
+        wait_until(lambda: not select.select([handle._read], [], [], 0)[0])  # the first has read it
         handle._process.kill()
         assert child.wait(20) == -9
+
+
+def test_signals_go_where_they_went_before_once_the_run_is_swept(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write)
+    try:
+        with marked() as mark, sweeping(mark, tmp_path / "none"):
+            pass
+        assert signal.set_wakeup_fd(write) == write
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
 
 
 def test_a_sweeper_that_cannot_start_is_not_started_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
