@@ -295,6 +295,7 @@ def test_a_shutdown_that_waits_for_ever_is_not_waited_for(fake_ray: list[Any], m
 
 def test_a_shutdown_that_waits_for_a_process_of_the_run_is_helped(fake_ray: list[Any], monkeypatch) -> None:
     monkeypatch.setattr(cluster.SweeperHandle, "stopping", lambda handle: child.kill())
+    monkeypatch.setattr(cluster, "SHUTDOWN_WAIT_S", 90)
     with local_cluster(cpus=1):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         monkeypatch.setattr(sys.modules["ray"], "shutdown", lambda: fake_ray.append(child.wait()))
