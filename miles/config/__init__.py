@@ -11,6 +11,7 @@ __all__ = [
     "MilesError",
     "StrictModel",
     "beside_recipe",
+    "callable_room",
     "environment",
     "errors",
     "files",
