@@ -21,6 +21,8 @@ class Encoder(Protocol):
 class ChatEncoder(Encoder, Protocol):
     """What conversations need of `miles.data.tokenizer.Tokenizer`."""
 
+    def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]: ...
+
     @property
     def directory(self) -> Path: ...
 
@@ -53,19 +55,38 @@ class PromptEncoder:
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None
 
+    def encode_answered(self, conversation: Conversation, *, place: str) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [n], mask bool [n]) of an answered conversation; the mask holds tokens that its assistants wrote.
+
+        The end of a turn belongs to the answer where the template writes it in one. Errors begin with `place`.
+        """
+        conversation = self._prepared(conversation, place)
+        assert self._renderer is not None
+        assert self._chat is not None
+        text, answers = self._renderer.render_answered(conversation, place=place)
+        try:
+            return self._chat.encode_marked(text, answers)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
+
     def close(self) -> None:
         if self._renderer is not None:
             self._renderer.close()
             self._renderer = None
 
     def _rendered(self, conversation: Conversation, place: str) -> str:
+        conversation = self._prepared(conversation, place)
+        assert self._renderer is not None
+        return self._renderer.render(conversation, place=place)
+
+    def _prepared(self, conversation: Conversation, place: str) -> Conversation:
+        """With the system prompt and without special tokens; the renderer is there."""
         if self._config.system_prompt is not None:
             conversation = conversation.with_system(self._config.system_prompt, place=place)
         if self._renderer is None:
             self._open()
-        assert self._renderer is not None
         self._refuse_special_tokens(list(conversation.texts()), place)
-        return self._renderer.render(conversation, place=place)
+        return conversation
 
     def _open(self) -> None:
         tokenizer, config = self._tokenizer, self._config

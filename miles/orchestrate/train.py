@@ -21,10 +21,12 @@ from miles.data.tokenizer import Tokenizer
 from miles.evaluate import summary
 from miles.evaluate.best import read_best
 from miles.evaluate.evaluator import Evaluator
+from miles.observe import samples_log
 from miles.observe.metrics_log import MetricsLog, read_rows, require_steps, rewind
 from miles.observe.progress import Progress, open_progress
 from miles.observe.reward_report import MEAN_OVER, write_reward_report
-from miles.observe.tensorboard_events import TensorBoardEvents
+from miles.observe.samples_log import SamplesLog
+from miles.observe.trackers.feed import Trackers
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.backends import open_rollout
 from miles.orchestrate.cluster import announce_stop
@@ -44,6 +46,7 @@ from miles.orchestrate.schedule import schedule_config
 from miles.orchestrate.startable import check_start
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
+from miles.recipe.schema import settings
 from miles.rollout.pool import EnginePool
 from miles.rollout.protocol import Rollout
 from miles.rollout.rewards import RewardPool, build_reward
@@ -83,8 +86,12 @@ def train(
             return RunResult(finished["line"], finished, folder.path, rows)
         check_or_record(recipe, folder)
         model_dir = prepare_model(recipe, folder)
-        progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
-        try:
+        with (
+            contextlib.closing(
+                open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
+            ) as progress,
+            contextlib.closing(_trackers(recipe, folder, progress)) as trackers,
+        ):
             tokenizer = Tokenizer(model_dir)
             progress.stage("starting Ray")
             with (
@@ -92,13 +99,14 @@ def train(
                 started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,
             ):
-                session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards, on_step)
+                session = _Session(
+                    recipe, placement, folder, model_dir, progress, tokenizer, rewards, trackers, on_step
+                )
                 rows = run_to_end(session.run())
                 # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, folder, started)
                 write_reward_report(_steps(recipe, rows), folder.path, name=recipe.name)
-        finally:
-            progress.close()
+        # After the trackers: a finished run is only reported, so they have to have it all.
         write_atomic(folder.result, json.dumps(result, indent=1) + "\n")
     _check_expectations(recipe, rows)
     return RunResult(result["line"], result, folder.path, rows)
@@ -116,6 +124,10 @@ def started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool
         pool.close()
 
 
+def _trackers(recipe: Recipe, folder: RunFolder, progress: Progress) -> Trackers:
+    return Trackers(recipe.observe, name=recipe.name, folder=folder.path, settings=settings(recipe), warn=progress.warn)
+
+
 class _Session:
     """Everything that lives while actors do."""
 
@@ -128,12 +140,13 @@ class _Session:
         progress: Progress,
         tokenizer: Tokenizer,
         rewards: RewardPool,
+        trackers: Trackers,
         on_step: Callable[[Row], object] | None,
     ) -> None:
         self.on_step = on_step
         self.placement = placement
         self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
-        self.tokenizer, self.rewards = tokenizer, rewards
+        self.tokenizer, self.rewards, self.trackers = tokenizer, rewards, trackers
 
     async def run(self) -> list[Row]:
         """Rows of the metrics log; however it ends, what waits for Ray in other threads waits no longer than the sweeper."""
@@ -157,19 +170,28 @@ class _Session:
                 rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
                 first_step, version = self._resume(actors, rollout)
                 rows = rewind(folder.metrics, first_dropped_step=first_step)
+                samples_log.rewind(folder.path, first_dropped_step=first_step, warn=self.progress.warn)
+                self.trackers.start(rows)
                 await stack.enter_async_context(engines)
                 stack.push_async_callback(rollout.close)
                 evaluation = self._evaluation(stack, actors, engines)
                 log = stack.enter_context(MetricsLog(folder.metrics))
-                record = self._recorder(stack, log, rows)
+                samples = SamplesLog(folder.path, recipe.observe.samples, self.tokenizer, self.progress.warn)
+                stack.callback(samples.close)
+
+                def make_durable() -> None:
+                    samples.sync()
+                    log.sync()
+
                 loop = TrainingLoop(
                     recipe,
                     actors,
                     rollout,
                     folder,
                     schedule_config(recipe, pad_id=self.tokenizer.pad_id, flops=self._flops()),
-                    record,
-                    log.sync,
+                    self._recorder(log, rows),
+                    samples.append,
+                    make_durable,
                     devices=device_sharing(recipe.placement.mode, actors, engines),
                     version=version,
                     evaluation=evaluation,
@@ -184,6 +206,7 @@ class _Session:
                     # Those of a task that ends were told by the rules.
                     for note in prompts.notes():
                         self.progress.warn(note)
+            self.trackers.end()
             self.progress.stage("exporting the model")
             await actors.on_all_workers("export", folder.exported_model)
             self.progress.stage("done")
@@ -209,10 +232,7 @@ class _Session:
         self.progress.say(f"resuming after step {step}")
         return step, int(actors.resumed["weight_version"])
 
-    def _recorder(self, stack: contextlib.AsyncExitStack, log: MetricsLog, rows: list[Row]) -> Any:
-        events = TensorBoardEvents(self.folder.tensorboard, rows) if self.recipe.run.tensorboard else None
-        if events is not None:
-            stack.callback(events.close)
+    def _recorder(self, log: MetricsLog, rows: list[Row]) -> Any:
         first = len(rows)
 
         def record(row: Row) -> None:
@@ -224,8 +244,7 @@ class _Session:
                 self.progress.warn(gap)
             rows.append(row)
             log.append(row)
-            if events is not None:
-                events.append(row)
+            self.trackers.append(row)
             if trained:
                 self.progress.step(row)
             if self.on_step is not None:

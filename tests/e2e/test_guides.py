@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from pages import read_page
+from tracker_files import offline_wandb
 
 from miles_ci.declare import register_cpu_ci
 
@@ -38,6 +39,21 @@ def follow(page: str, folder: Path, runs) -> list[str]:
 def rows(folder: Path, name: str) -> list[dict[str, float]]:
     # Overrides beside the name keep the name's folder.
     return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(400)
+def test_what_a_run_does_is_seen(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    page = "docs/guide/seeing.md"
+    said = follow(page, tmp_path, runs)
+    for shown in said[1:]:
+        assert shown.startswith("log-prob sum "), shown
+    ((_, tracked),) = offline_wandb(tmp_path / "runs" / "quickstart")
+    assert [row["_step"] for row in tracked] == [row["step"] for row in rows(tmp_path, "quickstart")]
+    (code,) = [fence for fence in read_page(ROOT / page).fences if fence.language == "python"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(code.lines)], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=60, check=True)  # fmt: skip
+    assert done.stdout.strip()
 
 
 @pytest.mark.timeout(400)

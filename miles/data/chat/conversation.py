@@ -25,17 +25,22 @@ MOST_MESSAGES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`messages`: objects with role and content, the last of a user or a tool. `tools`: JSON schemas, or None.
+    """`messages`: objects with role and content, the last of a user or a tool, or of an assistant where it is `answered`.
 
-    Make one with `of`, which checks them.
+    `tools`: JSON schemas, or None. Make one with `of`, which checks them.
     """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None = None
 
     @classmethod
-    def of(cls, messages: Any, tools: Any = None, *, place: str, key: str = "messages") -> Conversation:
-        """`ConfigError` that begins with `place` when a template could not make one prompt of them."""
+    def of(
+        cls, messages: Any, tools: Any = None, *, place: str, key: str = "messages", answered: bool = False
+    ) -> Conversation:
+        """`ConfigError` that begins with `place` when a template could not make one prompt of them.
+
+        `answered`: the last message is an assistant's, to be learned from; else it waits for one.
+        """
         if not isinstance(messages, list | tuple) or not messages:
             got = "an empty list" if isinstance(messages, list | tuple) else f"{_shown(messages)}"
             raise ConfigError(f"{place}: {key!r} is {got}; write a list of messages, each with role and content")
@@ -49,7 +54,11 @@ class Conversation:
             before, called = _check_message(message, before, called, where)
             # A key without a value is a key left out; several templates print it otherwise.
             kept.append({name: value for name, value in message.items() if value is not None})
-        if before not in ("user", "tool"):
+        if answered and before != "assistant":
+            raise ConfigError(
+                f"{place}: {key} ends with {_named(before)}, so its last answer is missing; end it with an assistant message"
+            )
+        if not answered and before not in ("user", "tool"):
             raise ConfigError(
                 f"{place}: {key} ends with {_named(before)}, so nothing is left to answer; end it with a user or tool "
                 "message"
