@@ -17,6 +17,7 @@ from miles_ci.errors import CiError, Diagnostic, UsageError, nearest
 from miles_ci.registry.identify import MEMORY_TOLERANCE, VENDOR_OF_DEVICES, model_of
 from miles_ci.registry.load import Reading
 from miles_ci.registry.model import Fleet
+from miles_ci.run import system
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,9 @@ def judge_suite(
 ) -> SuiteVerdict:
     """Whether the devices of one machine meet a suite's needs."""
     suite = fleet.suites[suite_id]
+    unable = system.why_not()
+    if unable is not None:
+        return SuiteVerdict(suite_id, False, unable)
     if suite.backend == "cpu":
         return SuiteVerdict(suite_id, True, "")
     here = [device for device in devices if device.backend == suite.backend]
