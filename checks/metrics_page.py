@@ -18,7 +18,7 @@ HEAD = """# Metrics
 One row of `metrics.jsonl` a step, and the same numbers in every tracker. Made from `miles/config/metric_table.py` by
 `make generate`. A name in this list keeps its meaning. A metric without an entry under "reported" is in every row of a
 step that trained; a skipped step has only what comes before training. [Reading the metrics](../guide/reading-metrics.md)
-says what to do about them.
+says what to do about them; those of [evaluations](../guide/evaluation.md) stand in the rows of the steps that they came before.
 
 Numbers that JSON lacks are written as `"NaN"`, `"Infinity"` and `"-Infinity"`. Shares run from 0 to 1; a `loss` has no unit
 of its own.
@@ -38,7 +38,7 @@ def page() -> str:
     listed = [*metric_table.STEP, *metric_table.PATTERNS]
     for group, title in SECTIONS.items():
         parts.append(_table(title, [metric for metric in listed if metric.name.startswith(f"{group}/")]))
-    parts.append(_table("After the last step (`result.json`)", metric_table.FINAL))
+    parts.append(_table("Evaluation", metric_table.EVALUATION))
     return "\n".join(parts)
 
 

@@ -45,6 +45,14 @@ class _RunConsole(Console):
         raise BrokenPipeError
 
 
+def _end_as_interrupted() -> None:
+    """A scheduler's polite stop and a closed terminal are handled like Ctrl-C: everything is taken down, nothing finished
+    is lost. `nohup` keeps its meaning."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
 @app.command()
 def train(
     recipe: RecipePath,
@@ -64,17 +72,9 @@ def train(
 
         describe(loaded, overrides or [], console)
         return
-    from miles.recipe.rules import check_or_raise
-
-    for finding in check_or_raise(loaded):
-        console.print(f"{finding.severity}: {finding}", highlight=False, markup=False, soft_wrap=True)
     from miles.orchestrate.train import train as run
 
-    # A scheduler's polite stop and a closed terminal are handled like Ctrl-C: everything is taken down, nothing
-    # finished is lost. `nohup` keeps its meaning.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+    _end_as_interrupted()
     try:
         outcome = run(loaded, overrides or [], fresh=fresh, console=console)
     except KeyboardInterrupt:
@@ -85,6 +85,41 @@ def train(
         typer.echo("error: what read the output has ended; run the same command again to resume", err=True)
         raise typer.Exit(1) from None
     console.print(outcome.line, highlight=False, soft_wrap=True)
+
+
+@app.command("eval")
+def evaluate(
+    recipe: RecipePath,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="a Hugging Face model folder")] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="the recipe's run after N steps, e.g. of run.keep_best")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Evaluate the sets of a recipe (eval.sets) without training."""
+    import contextlib
+    import json
+
+    from miles.orchestrate import eval_command
+    from miles.recipe import load
+
+    if (model is None) == (checkpoint is None):
+        raise ConfigError("name either --model DIR or --checkpoint N: what to evaluate")
+    loaded = load(recipe, overrides or [])
+    _end_as_interrupted()
+    try:
+        with contextlib.ExitStack() as stack:
+            if checkpoint is not None:
+                model = stack.enter_context(eval_command.checkpoint_model(loaded, overrides or [], checkpoint))
+            assert model is not None
+            metrics = eval_command.evaluate(loaded, model, warn=lambda text: typer.echo(text, err=True))
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        typer.echo(json.dumps(metrics))
+    else:
+        eval_command.show(metrics, Console())
 
 
 @app.command()
@@ -113,12 +148,13 @@ def doctor() -> None:
 
 @recipe_app.command("check")
 def recipe_check(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Load a recipe, apply every rule and say what is wrong; starts nothing."""
+    """Load a recipe, apply every rule, look whether this machine can run it, and say what is wrong; starts nothing."""
+    from miles.orchestrate.startable import check_place, check_start
     from miles.recipe import digest, load
-    from miles.recipe.rules import check_or_raise
 
     loaded = load(recipe, overrides or [])
-    findings = check_or_raise(loaded)
+    findings = check_start(loaded)
+    check_place(loaded)
     for finding in findings:
         typer.echo(f"{finding.severity}: {finding}")
     typer.echo(f"{recipe}: ok, digest {digest(loaded)[:16]}")

@@ -11,10 +11,11 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from miles_ci.errors import CiError, Diagnostic, UsageError, nearest
-from miles_ci.registry.identify import MEMORY_TOLERANCE, VENDOR_OF_DEVICES, model_of
+from miles_ci.registry.identify import MEMORY_TOLERANCE, model_of
 from miles_ci.registry.load import Reading
 from miles_ci.registry.model import Fleet
 from miles_ci.run import system
@@ -55,17 +56,19 @@ class Machine:
     suites: tuple[SuiteVerdict, ...]
 
 
-def examine(fleet: Fleet, *, check_health: bool = True) -> Machine:
+def examine(fleet: Fleet, root: Path, *, check_health: bool = True) -> Machine:
     """Look at this machine. Never raises for a missing or broken driver: that is a finding."""
+    from miles_ci.run.devices.added import device_backend
     from miles_ci.run.devices.health import check
     from miles_ci.run.devices.inventory import host_devices, inherited
 
     found: list[DeviceReport] = []
     drivers: dict[str, str] = {}
     health: dict[str, str] = {}
-    for backend in VENDOR_OF_DEVICES:
+    for backend in fleet.device_backends():
         try:
-            devices = inherited(host_devices(backend), backend)
+            asked = device_backend(fleet, backend, root)
+            devices = inherited(host_devices(asked), asked)
         except CiError as error:
             drivers[backend] = f"none ({error})"
             continue
@@ -75,7 +78,7 @@ def examine(fleet: Fleet, *, check_health: bool = True) -> Machine:
         if not devices:
             drivers[backend] = "no device found"
         elif check_health:
-            result = check(devices, backend)
+            result = check(devices, asked)
             drivers[backend] = str(result.driver_version) if result.driver_version else "present"
             health[backend] = "ok" if result.ok else f"unhealthy: {result.error}"
         else:

@@ -7,6 +7,7 @@ by `miles_ci.workflows.lint`, which the command adds with `--workflows`.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +15,7 @@ from datetime import date
 from pathlib import Path
 
 from miles_ci.declare.syntax import syntax_findings
-from miles_ci.declare.tree import TESTS
 from miles_ci.errors import Diagnostic, UsageError
-from miles_ci.plan.durations import TABLE
 from miles_ci.registry.load import read_fleet
 from miles_ci.registry.schema import SCHEMA_PATH, schema_findings, schema_text
 from miles_ci.select.diff import DiffError, contents_at, merge_base_with
@@ -44,11 +43,12 @@ def lint(space: Workspace, *, base: str | None = None) -> LintReport:
     not_run: list[str] = []
     findings.extend(_schema(space, not_run))
     files = declarations = 0
-    if space.reading.fleet is not None:
+    findings.extend(space.without_tests)
+    if space.reading.fleet is not None and not space.without_tests:
         try:
             catalog = space.catalog
         except UsageError as error:
-            findings.append(Diagnostic(TABLE, 1, 1, "durations", str(error)))
+            findings.append(Diagnostic(space.table, 1, 1, "durations", str(error)))
         else:
             files, declarations = len(space.scan.files), len(catalog.registrations)
             findings.extend(catalog.errors)
@@ -58,7 +58,8 @@ def lint(space: Workspace, *, base: str | None = None) -> LintReport:
         # Declarations that need no fleet are still checked, so that one report has everything.
         findings.extend(space.scan.errors)
         files = len(space.scan.files)
-        not_run.append("declarations against the fleet: the registry has errors")
+        why = "the registry has errors" if space.reading.fleet is None else "a test root has no test"
+        not_run.append(f"declarations against the fleet: {why}")
     faulty = frozenset(space.scan.faulty)
     findings.extend(
         syntax_findings(space.root, (path for path in space.scan.files if path not in faulty), space.cache_dir)
@@ -92,7 +93,8 @@ def _schema(space: Workspace, not_run: list[str]) -> Iterator[Diagnostic]:
 
 def _links(space: Workspace) -> Iterator[Diagnostic]:
     """Links are not followed, so that no file counts twice; a test behind one must not be missed unnoticed."""
-    for folder, folders, names in os.walk(space.root / TESTS):
+    walks = (os.walk(space.root / root) for root in space.reading.roots)
+    for folder, folders, names in itertools.chain.from_iterable(walks):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in [*folders, *sorted(names)]:
             path = Path(folder, name)

@@ -13,6 +13,7 @@ standard library and pytest at import, everything else on first need.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from miles_ci.workspace import Workspace
 
 REGISTRY = "registry.yaml"
-GPU_MARKS = (b"register_cuda_ci", b"register_rocm_ci")
+DEVICE_MARK = re.compile(rb"\bregister_(?!cpu_ci\b|metric_bound\b)\w+_ci\b")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -163,7 +164,7 @@ def _mentions_gpu(path: Path) -> bool:
         data = path.read_bytes()
     except OSError:
         return False
-    return any(mark in data for mark in GPU_MARKS)
+    return DEVICE_MARK.search(data) is not None
 
 
 def _plan(space: Workspace, suite: str, shard: str | None) -> _Assignment:
@@ -193,12 +194,14 @@ def machine(space: Workspace) -> dict[str, int]:
     """Hardware model -> how many of it this process may use. A driver that cannot answer counts as no device."""
     from miles_ci.errors import CiError
     from miles_ci.registry.identify import model_of
+    from miles_ci.run.devices.added import device_backend
     from miles_ci.run.devices.inventory import host_devices, inherited
 
     found: dict[str, int] = {}
-    for backend in ("cuda", "rocm"):
+    for backend in space.fleet.device_backends():
         try:
-            devices = inherited(host_devices(backend), backend)
+            asked = device_backend(space.fleet, backend, space.root)
+            devices = inherited(host_devices(asked), asked)
         except CiError:
             continue
         for device in devices:

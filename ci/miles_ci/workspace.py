@@ -9,7 +9,7 @@ from pathlib import Path
 
 from miles_ci.declare.model import Scan
 from miles_ci.environment import read
-from miles_ci.errors import ConfigErrors, UsageError
+from miles_ci.errors import ConfigErrors, Diagnostic, UsageError
 from miles_ci.plan.durations import TABLE, Durations
 from miles_ci.registry.load import REGISTRY, Reading, read_fleet
 from miles_ci.registry.model import Fleet
@@ -69,15 +69,44 @@ class Workspace:
 
     @cached_property
     def scan(self) -> Scan:
+        """Every declaration under the test roots, read with the backends of the registry."""
         from miles_ci.declare.tree import scan_tree
+        from miles_ci.declare.vocabulary import Vocabulary
 
-        return scan_tree(self.root, cache_dir=self.cache_dir)
+        vocabulary = Vocabulary.adding(self.reading.backends)
+        return scan_tree(self.root, roots=self.reading.roots, vocabulary=vocabulary, cache_dir=self.cache_dir)
+
+    @property
+    def without_tests(self) -> tuple[Diagnostic, ...]:
+        """One finding for each test root that is missing or holds no test: it would be green for ever."""
+        return tuple(self._without_tests(root) for root in self.scan.empty_roots)
+
+    def _without_tests(self, root: str) -> Diagnostic:
+        index = self.reading.roots.index(root)
+        line, column = self.reading.document.place(("roots", index))
+        folder = self.root / root
+        if folder.is_symlink():
+            what = "is a symbolic link, which is not followed; name the folder itself"
+        elif not folder.is_dir():
+            what = "no such folder; correct `roots`, or make it and put a test into it"
+        else:
+            what = "holds no test file (test_*.py), so nothing would ever run; add one or correct `roots`"
+        return Diagnostic(self.shown_registry, line, column, "no-test-files", f"roots: '{root}' {what}")
+
+    @property
+    def table(self) -> str:
+        """The committed durations, in the first test root."""
+        return f"{self.reading.roots[0]}/{TABLE}"
 
     @cached_property
     def durations(self) -> Durations:
         """Raises `UsageError` when the committed table is corrupt."""
-        return Durations.load(self.root / TABLE)
+        return Durations.load(self.root / self.table)
 
     @cached_property
     def catalog(self) -> Catalog:
-        return build_catalog(self.scan, self.fleet, observed=self.durations.knows, today=self.today)
+        """Raises `ConfigErrors` when a test root has no test."""
+        fleet = self.fleet
+        if self.without_tests:
+            raise ConfigErrors(self.without_tests)
+        return build_catalog(self.scan, fleet, observed=self.durations.knows, today=self.today)

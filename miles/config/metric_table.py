@@ -24,7 +24,7 @@ class Metric:
 
 
 COLUMNS = (
-    Metric("step", "count", "which step, from 0"),
+    Metric("step", "count", "which step, from 0; the evaluation after the last step has the number of steps"),
     Metric("weight_version", "count", "version of the weights that the engines serve after the step"),
 )
 
@@ -44,6 +44,12 @@ STEP = (
     Metric("rollout/tokens_per_s", "tokens/s", "response tokens over the time of the whole step"),
     Metric("rollout/waves", "count", "rounds of requests until enough groups were accepted", when="on policy"),
     Metric("rollout/surplus_groups", "count", "finished groups that were not needed", when="on policy"),
+    Metric(
+        "rollout/filled_groups",
+        "count",
+        "refused groups in the place of missing ones, in no loss: `rollout.filters.at_limit: train`",
+        when="on policy",
+    ),
     Metric("rollout/staleness_mean", "versions", "mean lag of a sample's weights", when="`rollout.max_staleness`"),
     Metric("rollout/staleness_max", "versions", "largest lag of a sample's weights", when="`rollout.max_staleness`"),
     Metric("rollout/dropped_stale", "count", "groups dropped as too old for this step", when="`rollout.max_staleness`"),
@@ -123,8 +129,23 @@ PATTERNS = (
     ),
 )
 
-# Measured once, after the last step; in `result.json`.
-FINAL = (
-    Metric("eval/reward_mean", "reward", "mean reward of greedy answers to held-out prompts", signed=True),
-    Metric("eval/solved_frac", "share", "held-out prompts whose reward is 1 or more"),
+# Of each evaluation: in the row of the step whose weights it measured before that step trained, the last one in a row of
+# its own. `<set>` is the name of a set of `eval.sets`, `<k>` a number of samples.
+EVALUATION = (
+    Metric(
+        "eval/<set>/reward_mean", "reward", "mean reward of all samples; one without a reward counts as 0", signed=True
+    ),
+    Metric("eval/<set>/pass_at_<k>", "share", "prompts that one of k samples solves, estimated without bias"),
+    Metric(
+        "eval/<set>/best_of_<k>",
+        "reward",
+        "mean of the highest reward of k samples of a prompt, estimated without bias",
+        signed=True,
+        when="`samples_per_prompt` of 2 or more",
+    ),
+    Metric("eval/<set>/response_length_mean", "tokens", "mean length of a response"),
+    Metric("eval/<set>/truncated_frac", "share", "responses cut by a limit on their length"),
+    Metric("eval/<set>/unjudged_frac", "share", "samples whose reward function failed"),
+    Metric("eval/<set>/prompts", "count", "prompts of the set"),
+    Metric("time/evaluate", "s", "the whole evaluation, a checkpoint that it keeps included; no part of `time/step`"),
 )

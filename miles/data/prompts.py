@@ -60,6 +60,12 @@ class PromptSource:
         start = 0 if self.task.size is not None else _HELD_OUT_START
         return self._draw(count, start, held_out=True)[0]
 
+    def trained_texts(self, limit: int) -> set[str]:
+        """Texts of the first `limit` items of the task (at most all of a file) that training may draw."""
+        count = limit if self.task.size is None else min(limit, self.task.size)
+        texts = (self.task.item(index).text for index in range(count))
+        return {text for text in texts if not self._is_held_out(text)}
+
     def score(self, completion: str, prompt: Prompt) -> float:
         """The task's own reward for a decoded completion."""
         return self.task.score(completion, TaskItem(prompt.text, prompt.answer, prompt.metadata))

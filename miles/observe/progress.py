@@ -23,6 +23,7 @@ class Progress(Protocol):
     """What the training loop tells the person who watches."""
 
     def stage(self, text: str) -> None: ...
+    def say(self, text: str) -> None: ...
     def warn(self, text: str) -> None: ...
     def step(self, row: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -46,8 +47,11 @@ class PlainProgress:
     def stage(self, text: str) -> None:
         self._console.print(f"{self._name}: {text}", highlight=False, markup=False, soft_wrap=True)
 
+    def say(self, text: str) -> None:
+        self.stage(text)
+
     def warn(self, text: str) -> None:
-        self.stage(f"warning: {text}")
+        self.say(f"warning: {text}")
 
     def step(self, row: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -79,9 +83,12 @@ class LiveProgress:
         self._stage = text
         self._redraw()
 
-    def warn(self, text: str) -> None:
+    def say(self, text: str) -> None:
         # Above the block that is redrawn, where it stays.
-        self._live.console.print(f"{self._name}: warning: {text}", highlight=False, markup=False, soft_wrap=True)
+        self._live.console.print(f"{self._name}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
 
     def step(self, row: dict[str, Any]) -> None:
         self._row, self._stage = row, "training"

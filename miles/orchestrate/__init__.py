@@ -1,7 +1,7 @@
 """Ray actors, placement, the training loop, run folders and resume.
 
-Order of reading: `run_folder` (where a run lives), `cluster` (Ray), `actors` (one process, one role), `actor_group`
-(all actors of a run), `loop` (one step after another), `train` (the command). Left out: several hosts.
+Order of reading: `run_folder` (where a run lives), `placement` (who gets which device), `cluster` (Ray), `actors`
+(one process, one role), `actor_group` (all actors of a run), `loop` (one step after another), `train` (the command).
 """
 
-__all__ = ["doctor", "dry_run", "replay_command", "train"]
+__all__ = ["doctor", "dry_run", "eval_command", "replay_command", "startable", "train"]

@@ -66,7 +66,7 @@ def open_rollout(
     return kind(recipe.rollout, engine, prompts, tokenizer, run_seed=recipe.seed, rewards=rewards)
 
 
-def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path, token: str) -> StartingEngine:
+def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path | None, token: str) -> StartingEngine:
     """Spawn one engine process; `wait_ready` on the result gives its address."""
     if config.engine != "embedded":
         raise ConfigError(

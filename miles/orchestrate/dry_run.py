@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from miles.orchestrate.placed_cluster import known_facts
-from miles.orchestrate.placement import place
-from miles.recipe.rules import check_or_raise, model_facts
+from miles.orchestrate.startable import check_place, check_start
+from miles.recipe.rules import model_facts
 from miles.recipe.schema import Recipe, digest
 
 # Adam on fp32 masters: master, two moments, one gradient.
@@ -37,8 +36,7 @@ def describe(recipe: Recipe, overrides: Sequence[str], console: Console) -> None
 
     An existing cluster is asked what it has; nothing is started on it.
     """
-    findings = check_or_raise(recipe)
-    placement = place(recipe, known_facts(recipe.cluster))
+    findings, placement = check_start(recipe), check_place(recipe)
     parallel, rollout = recipe.train.parallel, recipe.rollout
     parameters = parameter_count(recipe)
     sharded = parameters / (parallel.tp * parallel.pp)

@@ -57,6 +57,7 @@ def check_or_record(recipe: Recipe, folder: RunFolder) -> None:
 def input_files(recipe: Recipe) -> list[Path]:
     """Files outside the run folder that decide what the run computes."""
     files = [] if recipe.data.jsonl is None else [recipe.data.jsonl.path]
+    files += [chosen.path for chosen in recipe.eval.sets if chosen.path is not None]
     for model in (recipe.model.path, recipe.algo.teacher):
         if model is not None:
             files += sorted(path for pattern in MODEL_FILES for path in Path(model).glob(pattern))

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from miles.algos.step_batches import PreparedSteps, gather_scores, prepare_scoring, prepare_steps
 from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig
@@ -20,6 +18,7 @@ from miles.orchestrate.actor_group import RESUME_HINT, ActorGroup
 from miles.orchestrate.actors import Recording
 from miles.orchestrate.device_sharing import DeviceSharing, Disaggregated
 from miles.orchestrate.errors import RunError
+from miles.orchestrate.evaluation import RunEvaluation
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.run_folder import RunFolder
 from miles.orchestrate.scores import put_scores, scores_needed
@@ -44,6 +43,7 @@ class TrainingLoop:
     watch: GradientWatch
     devices: DeviceSharing = field(default_factory=Disaggregated)
     version: int = 0
+    evaluation: RunEvaluation | None = None
 
     async def run(self, first_step: int) -> None:
         """Steps `first_step` to `run.steps` - 1; a checkpoint now and then and after the last."""
@@ -56,9 +56,12 @@ class TrainingLoop:
             done = step + 1
             if done % recipe.run.checkpoint_every == 0 or done == recipe.run.steps:
                 await self.save(done)
+        if measured := await self.evaluate(recipe.run.steps):
+            self.record({"step": recipe.run.steps, "weight_version": self.version, **measured})
 
     async def one_step(self, step: int) -> None:
-        """One step of training, as a textbook has it."""
+        """One step of training, as a textbook has it; before it, perhaps, an evaluation of the weights it starts from."""
+        measured = await self.evaluate(step)
         clock = Stopwatch()
         with clock.measure("time/rollout"):
             batch = await self.rollout.collect(step)
@@ -71,7 +74,17 @@ class TrainingLoop:
             trained = await self.train(step, prepared)
         with clock.measure("time/sync"):
             await self.sync_weights(skipped=bool(trained["train/step_skipped"]))
-        self.record(self.row(step, batch, prepared.metrics | trained, clock.finish()))
+        self.record(self.row(step, batch, prepared.metrics | trained, clock.finish()) | measured)
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the evaluation after `step` steps; empty when none is due."""
+        if self.evaluation is None or not self.recipe.eval.due(step, self.recipe.run.steps):
+            return {}
+        await self.rollout.hold()
+        try:
+            return await self.evaluation.after(step, self.version, self.checkpoint_extra(step))
+        finally:
+            await self.rollout.release()
 
     async def score(self, samples: list[Sample]) -> None:
         """Write into the samples what the algorithm needs beside what the engine gave: one pass for each score."""
@@ -148,8 +161,11 @@ class TrainingLoop:
     async def save(self, step: int) -> None:
         """Checkpoint after `step` steps: rows up to here are durable before the checkpoint says so."""
         self.before_checkpoint()
-        extra = {"step": step, "weight_version": self.version, "rollout": self.rollout.state()}
-        await self.actors.on_all_workers("save", self.folder.checkpoints, extra)
+        await self.actors.on_all_workers("save", self.folder.checkpoints, self.checkpoint_extra(step))
+
+    def checkpoint_extra(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after `step` steps holds beside the trainer's state."""
+        return {"step": step, "weight_version": self.version, "rollout": self.rollout.state()}
 
 
 def check_engines(version: int, engines: dict[str, str]) -> None:
@@ -158,8 +174,3 @@ def check_engines(version: int, engines: dict[str, str]) -> None:
     if failed:
         lines = "; ".join(f"{url}: {state}" for url, state in failed.items())
         raise RunError(f"weight version {version} did not reach every engine: {lines}; {RESUME_HINT}")
-
-
-def accuracy(samples: list[Sample]) -> float:
-    """Mean reward of evaluated samples; one that could not be judged is no success."""
-    return float(np.mean([sample.reward or 0.0 for sample in samples]))

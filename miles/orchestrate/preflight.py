@@ -1,15 +1,10 @@
-"""What would stop a run minutes after its start and can be known before: checked in the driver, nothing started.
-
-Left out: what only the device or the engine can say (memory, driver versions).
-"""
+"""Whether engines can listen where the recipe says: looked at in the driver, before anything starts."""
 
 from __future__ import annotations
 
 import socket
 import time
 
-from miles.recipe import Recipe
-from miles.recipe.inputs import check_files, first_prompts
 from miles.rollout.config import EngineConfig
 from miles.rollout.errors import PortError
 from miles.rollout.http_server import listen
@@ -17,15 +12,6 @@ from miles.rollout.http_server import listen
 # An engine of a killed run ends a moment after its driver; the same command may be started again at once.
 PORT_WAIT_S = 3.0
 POLL_S = 0.1
-
-
-def check_inputs(recipe: Recipe) -> None:
-    """Raise `ConfigError` for a model folder that is not complete, prompts that a run would refuse, an engine host that
-    is not this machine's or an engine port that is taken."""
-    check_files(recipe)
-    first_prompts(recipe)
-    check_host(recipe.engine.host)
-    check_port(recipe.engine)
 
 
 def check_host(host: str) -> None:

@@ -6,6 +6,7 @@
       metrics.jsonl     one object a step
       tensorboard/      event files                         hf_model/      exported model of the finished run
       replay/           steps recorded for `miles replay`   logs/          engine messages
+      best/             with `run.keep_best`, see miles.evaluate.best
       reward.png, reward.html, result.json (written last)
 
 Overrides change the digest; a run with overrides lives in `<name>-<digest>`, so the same command finds it again.
@@ -52,6 +53,10 @@ class RunFolder:
     @property
     def replay(self) -> Path:
         return self.path / "replay"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best"
 
     @property
     def created_model(self) -> Path:

@@ -20,6 +20,9 @@ from miles.config.metric_names import unregistered
 from miles.data.packing import FlopsShape
 from miles.data.prompts import PromptSource
 from miles.data.tokenizer import Tokenizer
+from miles.evaluate import summary
+from miles.evaluate.best import read_best
+from miles.evaluate.evaluator import Evaluator
 from miles.observe.metrics_log import MetricsLog, read_rows, require_steps, rewind
 from miles.observe.progress import Progress, open_progress
 from miles.observe.reward_report import MEAN_OVER, write_reward_report
@@ -29,22 +32,21 @@ from miles.orchestrate.backends import open_rollout
 from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.device_sharing import device_sharing
 from miles.orchestrate.errors import ExpectationMissed
+from miles.orchestrate.evaluation import RunEvaluation
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
-from miles.orchestrate.loop import Row, TrainingLoop, accuracy
+from miles.orchestrate.loop import Row, TrainingLoop
 from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.placed_cluster import check_placement, placed_cluster
 from miles.orchestrate.placement import Placement
-from miles.orchestrate.preflight import check_inputs
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.orchestrate.schedule import schedule_config
+from miles.orchestrate.startable import check_start
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
-from miles.rollout.engine import Engine
 from miles.rollout.pool import EnginePool
 from miles.rollout.protocol import Rollout
 from miles.rollout.rewards import RewardPool, build_reward
-from miles.rollout.sync_rollout import SyncRollout
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     started = time.monotonic()
     # Rows are a few tokens long: handing them to a thread pool costs more than decoding them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    check_inputs(recipe)
+    for finding in check_start(recipe):
+        console.print(f"{finding.severity}: {finding}", highlight=False, markup=False, soft_wrap=True)
     located = locate(recipe, overrides)
     # A finished run is reported on any machine.
     if fresh or not located.result.exists():
@@ -70,7 +73,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
         # A log that cannot be read is refused before anything starts.
         rows = read_rows(folder.metrics)
         if finished is not None:
-            require_steps(folder.metrics, rows, recipe.run.steps, needed_by="the finished run")
+            require_steps(folder.metrics, _steps(recipe, rows), recipe.run.steps, needed_by="the finished run")
             console.print(
                 f"{folder.path}: this run is finished; --fresh starts it over", highlight=False, soft_wrap=True
             )
@@ -84,14 +87,14 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
             progress.stage("starting Ray")
             with (
                 # Worker processes of rewards start beside Ray's.
-                _started_rewards(recipe, tokenizer) as rewards,
+                started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,
             ):
                 session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards)
-                rows, evaluation = asyncio.run(session.run())
+                rows = asyncio.run(session.run())
                 # The report is drawn while Ray's processes stop.
-                result = _result(recipe, rows, evaluation, started)
-                write_reward_report(rows, folder.path, name=recipe.name)
+                result = _result(recipe, rows, folder, started)
+                write_reward_report(_steps(recipe, rows), folder.path, name=recipe.name)
         finally:
             progress.close()
         write_atomic(folder.result, json.dumps(result, indent=1) + "\n")
@@ -100,7 +103,8 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
 
 
 @contextlib.contextmanager
-def _started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool]:
+def started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool]:
+    """The pool of the recipe's reward function; its processes start and end here."""
     config = recipe.rollout.reward
     pool = RewardPool(config, build_reward(config, recipe.data), tokenizer)
     pool.start()
@@ -127,14 +131,14 @@ class _Session:
         self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
         self.tokenizer, self.rewards = tokenizer, rewards
 
-    async def run(self) -> tuple[list[Row], dict[str, float]]:
-        """Rows and evaluation; however it ends, what waits for Ray in other threads waits no longer than the sweeper."""
+    async def run(self) -> list[Row]:
+        """Rows of the metrics log; however it ends, what waits for Ray in other threads waits no longer than the sweeper."""
         try:
             return await self._run()
         finally:
             announce_stop()
 
-    async def _run(self) -> tuple[list[Row], dict[str, float]]:
+    async def _run(self) -> list[Row]:
         recipe, folder = self.recipe, self.folder
         self.progress.stage("starting trainer and engine")
         async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
@@ -151,6 +155,7 @@ class _Session:
             async with contextlib.AsyncExitStack() as stack:
                 await stack.enter_async_context(engines)
                 stack.push_async_callback(rollout.close)
+                evaluation = self._evaluation(stack, actors, engines)
                 log = stack.enter_context(MetricsLog(folder.metrics))
                 record = self._recorder(stack, log, rows)
                 loop = TrainingLoop(
@@ -163,17 +168,17 @@ class _Session:
                     log.sync,
                     devices=device_sharing(recipe.placement.mode, actors, engines),
                     version=version,
+                    evaluation=evaluation,
                     watch=GradientWatch(recipe.algo, recipe.run.no_gradient_warning_steps, self.progress.warn, rows),
                 )
                 # What start-up made lives to the end: collections during the steps need not walk over it.
                 gc.collect()
                 gc.freeze()
                 await loop.run(first_step)
-                evaluation = await self._evaluate(engines, prompts)
             self.progress.stage("exporting the model")
             await actors.on_all_workers("export", folder.exported_model)
             self.progress.stage("done")
-        return rows, evaluation
+        return rows
 
     def _flops(self) -> FlopsShape | None:
         if self.recipe.data.balance != "flops":
@@ -202,42 +207,54 @@ class _Session:
         first = len(rows)
 
         def record(row: Row) -> None:
+            trained = row["step"] < self.recipe.run.steps
             # Our fault and not the user's, so no reason to end the run; told in the first step.
             if len(rows) == first and (unknown := unregistered(row)):
                 self.progress.warn(f"{', '.join(unknown)}: written, but missing in miles/config/metric_table.py")
-            if (gap := measured_gap(self.recipe, row, rows)) is not None:
+            if trained and (gap := measured_gap(self.recipe, row, rows)) is not None:
                 self.progress.warn(gap)
             rows.append(row)
             log.append(row)
             if events is not None:
                 events.append(row)
-            self.progress.step(row)
+            if trained:
+                self.progress.step(row)
 
         return record
 
-    async def _evaluate(self, engines: Engine, prompts: PromptSource) -> dict[str, float]:
-        """Greedy answers to prompts that training never saw."""
-        count = self.recipe.run.evaluate_prompts
-        if count == 0:
-            return {}
-        self.progress.stage("evaluating held-out prompts")
-        greedy = self.recipe.rollout.model_copy(
-            update={"group_size": 1, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "max_staleness": 0}
+    def _evaluation(
+        self, stack: contextlib.AsyncExitStack, actors: ActorGroup, engines: EnginePool
+    ) -> RunEvaluation | None:
+        recipe = self.recipe
+        if not recipe.eval.sets:
+            return None
+        evaluator = Evaluator(
+            recipe.eval,
+            data=recipe.data,
+            rollout=recipe.rollout,
+            engine=engines,
+            tokenizer=self.tokenizer,
+            rewards=self.rewards,
         )
-        rollout = SyncRollout(greedy, engines, prompts, self.tokenizer, run_seed=self.recipe.seed, rewards=self.rewards)
-        try:
-            batch = await rollout.evaluate(prompts.held_out(count))
-        finally:
-            await rollout.close()
-        solved = sum(sample.reward is not None and sample.reward >= 1.0 for sample in batch.samples)
-        return {"eval/reward_mean": accuracy(batch.samples), "eval/solved_frac": solved / len(batch.samples)}
+        stack.callback(evaluator.close)
+        keep = recipe.run.keep_best
+        metric = None if keep is None else summary.better_when_higher(keep, recipe.eval)
+        return RunEvaluation(evaluator, actors, self.folder, metric, self.progress)
 
 
-def _result(recipe: Recipe, rows: list[Row], evaluation: dict[str, float], started: float) -> dict[str, Any]:
-    rewards = [float(row["rollout/reward_mean"]) for row in rows]
-    training_s = sum(float(row["time/step"]) for row in rows)
+def _steps(recipe: Recipe, rows: list[Row]) -> list[Row]:
+    """Without the row of the evaluation after the last step."""
+    return [row for row in rows if row["step"] < recipe.run.steps]
+
+
+def _result(recipe: Recipe, rows: list[Row], folder: RunFolder, started: float) -> dict[str, Any]:
+    steps = _steps(recipe, rows)
+    rewards = [float(row["rollout/reward_mean"]) for row in steps]
+    training_s = sum(float(row["time/step"]) for row in steps)
     first, last = rewards[0], sum(rewards[-MEAN_OVER:]) / len(rewards[-MEAN_OVER:])
-    line = f"{recipe.name}: reward {first:.3f} -> {last:.3f} in {training_s:.1f} s ({len(rows)} steps)"
+    line = f"{recipe.name}: reward {first:.3f} -> {last:.3f} in {training_s:.1f} s ({len(steps)} steps)"
+    evaluation = {name: value for name, value in rows[-1].items() if name.startswith(summary.PREFIX)}
+    best = None if recipe.run.keep_best is None else read_best(folder.best)
     return {
         "schema": 1,
         "line": line,
@@ -245,22 +262,27 @@ def _result(recipe: Recipe, rows: list[Row], evaluation: dict[str, float], start
         "seed": recipe.seed,
         "reward_first": first,
         "reward_last": last,
-        "steps": len(rows),
+        "steps": len(steps),
         "training_s": training_s,
         "wall_s": time.monotonic() - started,
         **evaluation,
+        **({} if best is None else {"best": {"step": best.step, "metric": best.metric, "value": best.value}}),
     }
 
 
 def _check_expectations(recipe: Recipe, rows: list[Row]) -> None:
     missed = []
     for name, bound in recipe.expect.items():
-        values = [float(row[name]) for row in rows[-bound.over :] if name in row]
+        # Steps report their own metrics each, evaluations come now and then.
+        evaluated = name.startswith(summary.PREFIX)
+        considered = [row for row in rows if name in row] if evaluated else _steps(recipe, rows)
+        values = [float(row[name]) for row in considered[-bound.over :] if name in row]
+        what = "evaluations" if evaluated else "steps"
         if not values:
             missed.append(f"{name}: no step reported it")
             continue
         mean = sum(values) / len(values)
         if not (bound.min is None or mean >= bound.min) or not (bound.max is None or mean <= bound.max):
-            missed.append(f"{name}: mean of the last {len(values)} steps is {mean:.4g}, expected {bound}")
+            missed.append(f"{name}: mean of the last {len(values)} {what} is {mean:.4g}, expected {bound}")
     if missed:
         raise ExpectationMissed("the run finished but misses what the recipe expects: " + "; ".join(missed))

@@ -5,6 +5,7 @@ Reads headers, the tokenizer and the prompts that come first. Left out: what onl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,14 @@ import numpy as np
 from miles.config import ConfigError
 from miles.data.prompts import Encoder, Prompt, PromptSource
 from miles.data.tasks import build_task
+from miles.evaluate.prompt_sets import read_prompts, seen_in_training
 from miles.quant.config import QuantConfig
 from miles.recipe.schema import Recipe
 
 # Prompts of an endless task are alike; a file's may differ, so more of them are looked at.
 LOOKED_AT, LOOKED_AT_IN_FILE = 64, 4096
+# Texts of training that evaluation sets are compared with; only text is read, so a file is read whole.
+COMPARED, COMPARED_IN_FILE = 1024, 1 << 20
 # Values are looked at where that takes a moment; the trainer meets those of larger models.
 VALUES_UP_TO_BYTES = 256 << 20
 
@@ -89,8 +93,18 @@ def check_tokenizer(folder: Path) -> None:
         )
 
 
-def first_prompts(recipe: Recipe) -> list[Prompt]:
-    """The prompts that training and evaluation draw first, by the run's own source, so with its own errors.
+@dataclass(frozen=True)
+class FirstPrompts:
+    """`training`: what it draws first; `evaluation`: all of each set, by name; `overlap`: how many of these training
+    sees too, as far as it was looked at."""
+
+    training: list[Prompt]
+    evaluation: dict[str, list[Prompt]]
+    overlap: dict[str, int]
+
+
+def first_prompts(recipe: Recipe) -> FirstPrompts:
+    """Drawn by the run's own source, so with its own errors.
 
     Empty for a model folder without a tokenizer, which `check_files` refuses.
     """
@@ -102,10 +116,13 @@ def first_prompts(recipe: Recipe) -> list[Prompt]:
 
         encoder = Tokenizer(recipe.model.path)
     else:
-        return []
+        return FirstPrompts([], {}, {})
     source = PromptSource(recipe.data, encoder, recipe.seed)
     count = LOOKED_AT if source.task.size is None else min(source.task.size, LOOKED_AT_IN_FILE)
-    prompts = source.next_groups(count)
-    if recipe.run.evaluate_prompts:
-        prompts += source.held_out(min(recipe.run.evaluate_prompts, count))
-    return prompts
+    sets = {chosen.name: read_prompts(chosen, recipe.data, encoder, recipe.eval.seed)[1] for chosen in recipe.eval.sets}
+    # Held-out prompts are none of training's whatever they say.
+    others = [chosen.name for chosen in recipe.eval.sets if chosen.path is not None or chosen.task is not None]
+    trained = source.trained_texts(COMPARED if source.task.size is None else COMPARED_IN_FILE) if others else set()
+    return FirstPrompts(
+        source.next_groups(count), sets, {name: seen_in_training(sets[name], trained) for name in others}
+    )

@@ -18,7 +18,7 @@ def unmeasured(recipe: Recipe) -> dict[str, str]:
     conditions = (
         (stale, "rollout.max_staleness above 0", "rollout/staleness_mean rollout/staleness_max"),
         (stale, "rollout.max_staleness above 0", "rollout/dropped_stale rollout/resubmitted_aborted"),
-        (not stale, "rollout.max_staleness to 0", "rollout/waves rollout/surplus_groups"),
+        (not stale, "rollout.max_staleness to 0", "rollout/waves rollout/surplus_groups rollout/filled_groups"),
         (algo.kl.where != "none", "algo.kl.where", "train/kl"),
         (algo.kl.where == "loss", "algo.kl.where to loss", "train/kl_loss"),
         (algo.needs_values, "algo.advantage to gae", "train/value_loss train/value_grad_norm"),

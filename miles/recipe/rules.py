@@ -6,13 +6,14 @@ anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
-from miles.recipe import dtype_rules, idle_rules, measured, nvfp4_rules, tokenizer_files
+from miles.data.prompts import Prompt
+from miles.recipe import dtype_rules, evaluation_rules, idle_rules, measured, nvfp4_rules, tokenizer_files
 from miles.recipe.inputs import check_files, first_prompts
 from miles.recipe.schema import Recipe
 
@@ -34,13 +35,15 @@ class Finding:
 class Facts:
     """What the rules may know beside the recipe. `hf_config`: the model's config.json, or what it will be.
 
-    `longest_prompt`: tokens of the longest among the prompts that come first. `tokenizer`: what its files ask for that
-    a run does otherwise.
+    `longest_prompt`: tokens of the longest among the prompts that come first, `longest_evaluated` in each evaluation set;
+    `overlap`: how many prompts of a set training sees too. `tokenizer`: what its files ask for that a run does otherwise.
     """
 
     hf_config: Mapping[str, Any]
     where: str
     longest_prompt: int = 1
+    longest_evaluated: Mapping[str, int] = field(default_factory=dict)
+    overlap: Mapping[str, int] = field(default_factory=dict)
     tokenizer: tuple[tokenizer_files.Objection, ...] = ()
 
 
@@ -56,7 +59,17 @@ class Rule:
 def facts_of(recipe: Recipe) -> Facts:
     """`model_facts`, and the length of the prompts. Raises `ConfigError` for prompts that the run would refuse."""
     facts = model_facts(recipe)
-    return replace(facts, longest_prompt=max((len(prompt.input_ids) for prompt in first_prompts(recipe)), default=1))
+    prompts = first_prompts(recipe)
+    return replace(
+        facts,
+        longest_prompt=_longest(prompts.training),
+        longest_evaluated={name: _longest(drawn) for name, drawn in prompts.evaluation.items()},
+        overlap=prompts.overlap,
+    )
+
+
+def _longest(prompts: Sequence[Prompt]) -> int:
+    return max((len(prompt.input_ids) for prompt in prompts), default=1)
 
 
 def model_facts(recipe: Recipe) -> Facts:
@@ -132,6 +145,19 @@ def _sequence_fits(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("SEQ-FIT", "error", message, f"lower it to {positions}, or remove it")
 
 
+def _engine_model(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    """A trainer may know more of a family than the engine beside it."""
+    if recipe.engine.engine != "embedded" or recipe.model.path is None:
+        return  # a created model is one that both know
+    from miles.rollout.engines.embedded.models import check_served
+
+    try:
+        check_served(facts.hf_config)
+    except ConfigError as error:
+        message, _, fix = str(error).rpartition("; ")
+        yield Finding("ENGINE-MODEL", "error", message, fix)
+
+
 def _stop_ids(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     size = facts.hf_config["vocab_size"]
     wrong = [str(token) for token in recipe.rollout.stop_token_ids if not 0 <= token < size]
@@ -185,6 +211,12 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         )
         fix = "set algo.correction.bypass=true (clip against the rollout's log-probs) or algo.correction.mode=truncate"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
+    if rollout.max_staleness and rollout.over_sampling != 1.0:
+        message = (
+            f"rollout.over_sampling is {rollout.over_sampling:g}, but with rollout.max_staleness {rollout.max_staleness} "
+            "whole batches are in flight already"
+        )
+        yield Finding("ROLLOUT-MODE", "error", message, "set rollout.over_sampling to 1, or rollout.max_staleness to 0")
     if recipe.algo.opsm is not None and not (recipe.several_steps or correction.bypass):
         message = (
             "algo.opsm compares the policy before the step with the current one, which is the same policy when a "
@@ -255,6 +287,18 @@ def _idle(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("IDLE", "warning", message, fix)
 
 
+def _evaluation(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    positions = facts.hf_config.get("max_position_embeddings")
+    for severity, message, fix in evaluation_rules.objections(
+        recipe,
+        positions=positions,
+        trained=facts.longest_prompt,
+        longest=facts.longest_evaluated,
+        overlap=facts.overlap,
+    ):
+        yield Finding("EVALUATION", severity, message, fix)
+
+
 def _bounds(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     for message, fix in measured.objections(recipe):
@@ -280,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "DEVICES", "The placement alone gives out devices, and colocated engines stand still while training.", _devices
     ),
+    Rule("ENGINE-MODEL", "What the trainer can train, the engine must be able to serve.", _engine_model),
     Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
     Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
@@ -287,6 +332,11 @@ RULES: tuple[Rule, ...] = (
     Rule("FUSED", "A fused loss has kernels for some algorithms on unsplit logits only.", _fused),
     Rule("DTYPE", "Trainer and engine that compute in different dtypes give one token two log-probs.", _dtypes),
     Rule("IDLE", "An option that acts nowhere in this run promises what does not happen.", _idle),
+    Rule(
+        "EVALUATION",
+        "An evaluation tells something only of prompts that fit and that training does not see.",
+        _evaluation,
+    ),
     Rule("MEASURED", "A bound on what no step reports would stop the run, at its first step or its last.", _bounds),
     Rule("VALIDATION", "A recipe without recorded numbers may be wrong in ways nobody saw.", _validation),
 )

@@ -14,8 +14,8 @@ class RunConfig(StrictModel):
 
     steps: int = Field(default=100, ge=1)
     checkpoint_every: int = Field(default=25, ge=1)
-    # Prompts that training never sees, answered greedily at the end; 0 skips the evaluation.
-    evaluate_prompts: int = Field(default=64, ge=0)
+    # `eval/<set>`: keep the checkpoint and export with its highest mean reward; `eval/<set>/<metric>`: of that metric.
+    keep_best: str | None = None
     # Folder that holds run folders; the environment variable MILES_RUNS_DIR is used when this is not set.
     directory: str | None = None
     # Steps (0-based) that are recorded for `miles replay`; each costs a checkpoint.

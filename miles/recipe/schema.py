@@ -9,8 +9,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from miles.algos.config import AlgoConfig
-from miles.config import StrictModel, metric_names, user_code
+from miles.config import ConfigError, StrictModel, metric_names, user_code
 from miles.data.config import DataConfig
+from miles.evaluate import prompt_sets, summary
+from miles.evaluate.config import EvalConfig
 from miles.models.config import ModelConfig
 from miles.quant.config import QuantConfig
 from miles.recipe.placement import ClusterConfig, PlacementConfig
@@ -32,6 +34,7 @@ class Recipe(StrictModel):
     data: DataConfig = DataConfig()
     algo: AlgoConfig = AlgoConfig()
     rollout: RolloutConfig = RolloutConfig()
+    eval: EvalConfig = EvalConfig()
     engine: EngineConfig = EngineConfig()
     train: TrainConfig = TrainConfig()
     sync: SyncConfig = SyncConfig()
@@ -45,11 +48,7 @@ class Recipe(StrictModel):
     def _check(self) -> Recipe:
         if not user_code.is_reference(self.algo.advantage):
             self.check_group_size()
-        if self.run.evaluate_prompts and self.data.held_out_fraction == 0.0:
-            raise ValueError(
-                "run.evaluate_prompts asks for held-out prompts but data.held_out_fraction is 0; "
-                "set it above 0, or run.evaluate_prompts to 0"
-            )
+        self._check_evaluation()
         rollouts = self.rollout.batch_groups * self.rollout.group_size
         if self.data.global_batch_size is not None and self.data.global_batch_size > rollouts:
             raise ValueError(
@@ -59,9 +58,28 @@ class Recipe(StrictModel):
         named = [(f"expect.{name}", name) for name in self.expect]
         named += [(f"quant.gates.{index}.name", gate.name) for index, gate in enumerate(self.quant.gates)]
         for key, name in named:
-            if (fault := metric_names.fault(name)) is not None:
+            evaluated = key.startswith("expect.") and name.startswith(summary.PREFIX)
+            fault = summary.fault(name, self.eval) if evaluated else metric_names.fault(name)
+            if fault is not None:
                 raise ValueError(f"{key}: {name} {fault}")
         return self
+
+    def _check_evaluation(self) -> None:
+        for chosen in self.eval.sets:
+            if chosen.path is None and chosen.task is None and self.data.held_out_fraction == 0.0:
+                raise ValueError(
+                    f"eval.sets {chosen.name} takes held-out prompts but data.held_out_fraction is 0; set it above 0, give "
+                    "the set a path or task, or set eval.sets to []"
+                )
+            try:
+                prompt_sets.data_of(chosen, self.data)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        if self.run.keep_best is not None:
+            try:
+                summary.better_when_higher(self.run.keep_best, self.eval)
+            except ValueError as error:
+                raise ValueError(f"run.keep_best: {error}") from None
 
     def check_group_size(self) -> None:
         """`ValueError` when the advantage compares the samples of a group and a group has one sample."""

@@ -6,6 +6,7 @@ __all__ = [
     "engine",
     "engines",
     "errors",
+    "groups",
     "http_server",
     "pool",
     "protocol",

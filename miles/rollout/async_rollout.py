@@ -80,6 +80,7 @@ class AsyncRollout:
         self._filters = FilterChain(config.filters, starvation_limit=config.starvation_limit)
         self._submitted = 0  # numbers given out and not given back
         self._closed = False
+        self._held = False
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._refused: list[Sample] = []
@@ -104,6 +105,15 @@ class AsyncRollout:
     async def on_skipped_step(self) -> None:
         """The last batch counted nothing, so no version came of it: its numbers are free again."""
         self._submitted -= self.config.batch_groups
+        self._submit()
+
+    async def hold(self) -> None:
+        """Groups under way go on; no other is submitted until `release`."""
+        self._held = True
+
+    async def release(self) -> None:
+        """Submit what the rule allows by now."""
+        self._held = False
         self._submit()
 
     async def collect(self, step: int) -> RolloutBatch:
@@ -153,7 +163,7 @@ class AsyncRollout:
 
     def _submit(self) -> None:
         """Start whatever the rule allows."""
-        if self._closed or self._error is not None:
+        if self._closed or self._held or self._error is not None:
             return
         limit = (self.trained_version + self.config.max_staleness + 1) * self.config.batch_groups
         while self._submitted < limit:
@@ -167,7 +177,7 @@ class AsyncRollout:
 
     async def _run(self, submission: _Submission) -> None:
         try:
-            samples = await self._runner.run(submission.prompt, attempt=submission.attempt)
+            samples = await self._runner.run(submission.prompt, attempt=submission.attempt, for_training=True)
             del self.buffer.running[submission.prompt.prompt_id]
             if any(s.status == Status.ABORTED for s in samples):
                 self._resubmitted += 1

@@ -14,9 +14,13 @@ from miles.rollout.rewards import RewardConfig
 
 
 class NonzeroStdFilter(StrictModel):
-    """Refuse a group whose rewards are all equal: it carries no gradient."""
+    """Refuse a group whose rewards are all equal: it carries no gradient (dynamic sampling, DAPO).
+
+    `part`: compare that part of the rewards instead, such as `judged`, the reward before its length was looked at.
+    """
 
     kind: Literal["check_reward_nonzero_std"]
+    part: str | None = None
 
 
 class NoAbortedFilter(StrictModel):
@@ -48,6 +52,23 @@ class FiltersConfig(StrictModel):
     chain: list[FilterConfig] = Field(default_factory=list)
     # Consecutive refusals before the run stops; None: 64 times batch_groups.
     starvation_limit: int | None = Field(None, ge=1)
+    # Rounds of requests that one step may take, the first included; None: as many as it needs.
+    max_waves: int | None = Field(None, ge=1)
+    # What follows when the last of them leaves groups missing: stop the run, or train on those that there are.
+    at_limit: Literal["error", "train"] = "error"
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> FiltersConfig:
+        if self.max_waves is not None and not self.chain:
+            raise ValueError(
+                "rollout.filters.max_waves has no effect with an empty rollout.filters.chain, which refuses nothing; add "
+                "a filter such as check_reward_nonzero_std, or remove max_waves"
+            )
+        if self.at_limit != "error" and self.max_waves is None:
+            raise ValueError(
+                "rollout.filters.at_limit has no effect without rollout.filters.max_waves; set the limit, or remove it"
+            )
+        return self
 
 
 class RolloutConfig(StrictModel):
@@ -83,6 +104,22 @@ class RolloutConfig(StrictModel):
             )
         if self.mask_offpolicy_in_partial and not self.partial:
             raise ValueError("rollout.mask_offpolicy_in_partial needs rollout.partial=true; set it, or remove the mask")
+        if self.filters.max_waves is not None and self.max_staleness:
+            raise ValueError(
+                f"rollout.filters.max_waves has no meaning with rollout.max_staleness {self.max_staleness}, where groups "
+                "are asked for one by one; use rollout.filters.starvation_limit, or rollout.max_staleness=0"
+            )
+        overlong = self.reward.overlong
+        if overlong is not None and overlong.buffer_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"rollout.reward.overlong.buffer_tokens is {overlong.buffer_tokens}, above rollout.max_new_tokens "
+                f"{self.max_new_tokens}: every answer would be punished; lower it"
+            )
+        if self.reward.length_normalised is not None and self.group_size == 1:
+            raise ValueError(
+                "rollout.reward.length_normalised compares the answers of a group, and rollout.group_size is 1; raise "
+                "rollout.group_size, or use rollout.reward.overlong"
+            )
         if self.top_k == 0:
             raise ValueError("rollout.top_k is 0, which allows no token; use -1 for no limit")
         return self

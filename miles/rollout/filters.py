@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from miles.config import ConfigError
 from miles.data.sample import Sample
 from miles.rollout.config import FilterConfig, FiltersConfig, NoAbortedFilter, NonzeroStdFilter
 from miles.rollout.errors import RolloutStarved
@@ -30,15 +32,26 @@ GroupFilter = Callable[[Sequence[Sample]], Keep]
 KEPT = Keep(True)
 
 
-def counted_rewards(group: Sequence[Sample]) -> np.ndarray:
-    """float64: one reward for each rollout that has an outcome and a reward."""
-    by_rollout = {s.rollout_id: s.reward for s in group if s.reward is not None and s.status.has_outcome}
+def counted_rewards(group: Sequence[Sample], part: str | None = None) -> np.ndarray:
+    """float64: one reward, or that part of it, for each rollout that has an outcome and a reward."""
+    counted = [s for s in group if s.reward is not None and s.status.has_outcome]
+    by_rollout = {s.rollout_id: s.reward if part is None else _part(s, part) for s in counted}
     return np.array(list(by_rollout.values()), dtype=np.float64)
 
 
-def check_reward_nonzero_std(group: Sequence[Sample]) -> Keep:
+def _part(sample: Sample, name: str) -> float:
+    if name not in sample.reward_parts:
+        known = ", ".join(sorted(sample.reward_parts)) or "none"
+        raise ConfigError(
+            f"rollout.filters: check_reward_nonzero_std compares the part {name!r}, and the reward of sample "
+            f"{sample.sample_id} has no such part (it has: {known}); name one that every reward has, or remove part"
+        )
+    return sample.reward_parts[name]
+
+
+def check_reward_nonzero_std(group: Sequence[Sample], *, part: str | None = None) -> Keep:
     """Refuses equal rewards: max - min <= 1e-8 in float64, the rule of the advantages too."""
-    rewards = counted_rewards(group)
+    rewards = counted_rewards(group, part)
     if len(rewards) < 2 or float(rewards.max() - rewards.min()) <= ZERO_SPREAD:
         return Keep(False, "zero_std")
     return KEPT
@@ -66,7 +79,7 @@ def reward_range(lo: float, hi: float) -> GroupFilter:
 
 def build_filter(config: FilterConfig) -> GroupFilter:
     if isinstance(config, NonzeroStdFilter):
-        return check_reward_nonzero_std
+        return partial(check_reward_nonzero_std, part=config.part)
     if isinstance(config, NoAbortedFilter):
         return check_no_aborted
     return reward_range(config.lo, config.hi)

@@ -10,9 +10,9 @@ from miles.data.prompts import Prompt, PromptSource
 from miles.data.sample import Sample, Status, validate_sample
 from miles.rollout.config import RolloutConfig
 from miles.rollout.engine import Engine
-from miles.rollout.errors import RolloutError
+from miles.rollout.errors import EngineReplyError, RolloutError
 from miles.rollout.generate import GenerateContext, GenerateFn, group_seeds, pending_group, single_turn
-from miles.rollout.rewards import Decoder, RewardContext, RewardPool, build_reward
+from miles.rollout.rewards import Decoder, RewardContext, RewardPool, build_reward, shape_rewards
 
 # How often a partial response may be aborted and continued before the run gives up.
 MAX_CONTINUATIONS = 64
@@ -63,8 +63,11 @@ class GroupRunner:
             return False
         return "min_weight_version" in (await self.engine.info()).capabilities
 
-    async def run(self, prompt: Prompt, *, attempt: int = 0, min_weight_version: int = 0) -> list[Sample]:
-        """The group's samples, generated and judged. `attempt` > 0 draws anew, with other seeds."""
+    async def run(
+        self, prompt: Prompt, *, attempt: int = 0, min_weight_version: int = 0, for_training: bool = False
+    ) -> list[Sample]:
+        """The group's samples, generated and judged. `attempt` > 0 draws anew, with other seeds. `for_training`: with
+        what `rollout.reward` adds for their lengths."""
         config = self.config
         limit = (await self.engine.info()).context_length
         bounds = [b for b in (config.max_context, limit) if b is not None]
@@ -79,13 +82,18 @@ class GroupRunner:
         if config.partial:
             samples = await self._continued(ctx, samples)
         await self.rewards.judge(RewardContext(prompt, self._prompts.score), samples)
+        if for_training:
+            shape_rewards(samples, config.reward, max_new_tokens=config.max_new_tokens)
         return samples
 
-    async def run_all(self, prompts: Sequence[Prompt], *, min_weight_version: int = 0) -> list[list[Sample]]:
+    async def run_all(
+        self, prompts: Sequence[Prompt], *, min_weight_version: int = 0, for_training: bool = False
+    ) -> list[list[Sample]]:
         """All groups at once, results in the order of the prompts. The first error cancels the others."""
         # Known before the tasks start, so that their requests travel in one call, in the first step of a life too.
         await self.engine.info()
-        tasks = [asyncio.ensure_future(self.run(prompt, min_weight_version=min_weight_version)) for prompt in prompts]
+        options: dict[str, Any] = {"min_weight_version": min_weight_version, "for_training": for_training}
+        tasks = [asyncio.ensure_future(self.run(prompt, **options)) for prompt in prompts]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -118,3 +126,17 @@ class GroupRunner:
             f"engine {self.engine.url}: sample {samples[aborted[0]].sample_id} was aborted {MAX_CONTINUATIONS} times in "
             "a row; see the engine's log"
         )
+
+
+def check_versions(samples: Sequence[Sample], wanted: int, engine: str) -> None:
+    """`EngineReplyError` for a sample with a token of another weight version than `wanted`."""
+    for sample in samples:
+        spans = sample.version_spans
+        if spans is None:
+            continue
+        versions = set(spans[:, 0].tolist()) - {-1, wanted}
+        if versions:
+            raise EngineReplyError(
+                f"engine {engine}: sample {sample.sample_id} has tokens of weight version "
+                f"{', '.join(map(str, sorted(versions)))}, this step is on version {wanted}"
+            )

@@ -39,6 +39,12 @@ class Rollout(Protocol):
     async def on_skipped_step(self) -> None:
         """The last batch changed nothing: the version that the engines serve stays."""
 
+    async def hold(self) -> None:
+        """Submit nothing new until `release`: the engines are wanted for something else. What runs goes on."""
+
+    async def release(self) -> None:
+        """Undo `hold`."""
+
     async def close(self) -> None:
         """Requests on their way are aborted."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ from miles.data.prompts import Prompt
 from miles.data.sample import Sample
 from miles.rollout.config import RolloutConfig
 from miles.rollout.engine import Engine
-from miles.rollout.errors import EngineReplyError, RolloutError
+from miles.rollout.errors import RolloutError, RolloutStarved
 from miles.rollout.filters import FilterChain
 from miles.rollout.generate import GenerateFn, single_turn
-from miles.rollout.groups import GroupRunner, Prompts
+from miles.rollout.groups import GroupRunner, Prompts, check_versions
 from miles.rollout.metrics import oldest_version, rollout_metrics
 from miles.rollout.protocol import RolloutBatch
 from miles.rollout.rewards import Decoder, RewardPool
@@ -31,7 +31,7 @@ from miles.rollout.rewards import Decoder, RewardPool
 class SyncRollout:
     """`start(version)`, then for each step `collect`, train, sync, `on_new_version(version)`; `close()` at the end.
 
-    `prefetch` may be called while a step trains; `evaluate` at any time. Use inside one event loop.
+    `prefetch` may be called while a step trains. Use inside one event loop.
     """
 
     def __init__(
@@ -78,6 +78,12 @@ class SyncRollout:
         """Every engine serves `version`."""
         self._version = version
 
+    async def hold(self) -> None:
+        """Nothing: between steps nothing is submitted."""
+
+    async def release(self) -> None:
+        """Nothing was held back."""
+
     async def on_skipped_step(self) -> None:
         """The version that `prefetch` named does not come: the same prompts, of what is served."""
         if self._prefetched is not None:
@@ -99,16 +105,20 @@ class SyncRollout:
         self._prompts.restore(state["prompts"])
 
     async def collect(self, step: int) -> RolloutBatch:
-        """`batch_groups` accepted groups, every token of the version that the engines serve."""
+        """`batch_groups` groups, every token of the version that the engines serve.
+
+        All of them are accepted ones, unless `filters.max_waves` ended the search and `filters.at_limit` is train: then
+        refused groups fill the batch, marked `removed`, so that they are in no loss and the step keeps its size.
+        """
         if self._version is None:
             raise RolloutError(
                 f"step {step} has no weight version to check its tokens against; call start(version) first"
             )
         wanted = self._config.batch_groups
         accepted: list[list[Sample]] = []
-        refused: list[Sample] = []
+        refused: list[list[Sample]] = []
         waves = surplus = 0
-        while len(accepted) < wanted:
+        while len(accepted) < wanted and waves != self._config.filters.max_waves:
             wave, self._prefetched = self._prefetched or self._wave(wanted - len(accepted), 0), None
             waves += 1
             for group in await wave.groups():
@@ -117,16 +127,40 @@ class SyncRollout:
                 elif self._filters.judge(group).keep:
                     accepted.append(group)
                 else:
-                    refused += group
+                    refused.append(group)
         self._cursor = None
+        counts = self._filters.take_counts()
+        fill = self._fill(step, wanted - len(accepted), refused, counts)
+        accepted += fill
+        refused = refused[len(fill) :]
         samples = [sample for group in accepted for sample in group]
-        _check_versions(samples, self._version, self._runner.engine.url)
-        metrics = rollout_metrics(accepted, refused)
+        check_versions(samples, self._version, self._runner.engine.url)
+        metrics = rollout_metrics(accepted, [sample for group in refused for sample in group])
         metrics["rollout/waves"] = float(waves)
         metrics["rollout/surplus_groups"] = float(surplus)
-        metrics |= {f"rollout/refused/{reason}": float(n) for reason, n in self._filters.take_counts().items()}
+        metrics["rollout/filled_groups"] = float(len(fill))
+        metrics |= {f"rollout/refused/{reason}": float(n) for reason, n in counts.items()}
         metrics["rollout/reward_errors"] = float(self._runner.rewards.take_errors())
         return RolloutBatch(samples, metrics, _version_of(samples))
+
+    def _fill(
+        self, step: int, missing: int, refused: Sequence[list[Sample]], counts: Mapping[str, int]
+    ) -> list[list[Sample]]:
+        """The first refused groups in the place of missing ones, marked as removed. `RolloutStarved` under
+        `filters.at_limit` error."""
+        filters = self._config.filters
+        if missing and filters.at_limit == "error":
+            reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items()))
+            raise RolloutStarved(
+                f"step {step}: {filters.max_waves} waves of requests (rollout.filters.max_waves) left {missing} of "
+                f"{self._config.batch_groups} groups missing, {len(refused)} were refused ({reasons}); raise max_waves or "
+                "rollout.over_sampling, use easier or harder prompts, or set rollout.filters.at_limit=train"
+            )
+        fill = list(refused[:missing])
+        for group in fill:
+            for sample in group:
+                sample.removed = True
+        return fill
 
     def _wave(self, missing: int, min_weight_version: int) -> _Wave:
         """Draw prompts for `missing` groups and ask for them."""
@@ -135,16 +169,8 @@ class SyncRollout:
         )
 
     def _send(self, prompts: Sequence[Prompt], min_weight_version: int) -> _Wave:
-        return _Wave(
-            prompts, asyncio.ensure_future(self._runner.run_all(prompts, min_weight_version=min_weight_version))
-        )
-
-    async def evaluate(self, prompts: Sequence[Prompt]) -> RolloutBatch:
-        """Groups for given prompts, unfiltered, in order."""
-        groups = await self._runner.run_all(prompts)
-        samples = [sample for group in groups for sample in group]
-        metrics = {k.replace("rollout/", "eval/", 1): v for k, v in rollout_metrics(groups, []).items()}
-        return RolloutBatch(samples, metrics, _version_of(samples))
+        groups = self._runner.run_all(prompts, min_weight_version=min_weight_version, for_training=True)
+        return _Wave(prompts, asyncio.ensure_future(groups))
 
 
 @dataclass(frozen=True)
@@ -161,19 +187,6 @@ class _Wave:
     async def cancel(self) -> None:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-
-
-def _check_versions(samples: Sequence[Sample], wanted: int, engine: str) -> None:
-    for sample in samples:
-        spans = sample.version_spans
-        if spans is None:
-            continue
-        versions = set(spans[:, 0].tolist()) - {-1, wanted}
-        if versions:
-            raise EngineReplyError(
-                f"engine {engine}: sample {sample.sample_id} has tokens of weight version "
-                f"{', '.join(map(str, sorted(versions)))}, this step is on version {wanted}"
-            )
 
 
 def _version_of(samples: Sequence[Sample]) -> int:

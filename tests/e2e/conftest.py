@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "fast" / "docs" / "helpers"))
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,7 +29,7 @@ register_cpu_ci(est_time=90, suite="stage-b-cpu")
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 RUN_LIMIT_S = 90
-LONG = ("run.steps=4000", "run.evaluate_prompts=0", "expect={}")
+LONG = ("run.steps=4000", "eval.sets=[]", "expect={}")
 
 
 def refused(runs, *sets: str, recipe: str = str(QUICKSTART)) -> str:

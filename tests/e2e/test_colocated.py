@@ -8,7 +8,7 @@ from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=80, suite="stage-b-cpu")
 
-STEPS = ("run.steps=12", "run.checkpoint_every=4", "run.evaluate_prompts=8", "expect={}")
+STEPS = ("run.steps=12", "run.checkpoint_every=4", "eval.sets=[{name: held_out, prompts: 8}]", "expect={}")
 COLOCATED = (*STEPS, "placement.mode=colocated")
 
 
@@ -33,7 +33,7 @@ def test_killed_colocated_run_resumes_to_the_same_curve(runs, reference, role: s
 
 
 def test_two_ranks_and_two_engines_share_two_devices(runs) -> None:
-    sets = ("run.steps=3", "run.evaluate_prompts=0", "expect={}", "train.parallel.dp=2", "engine.count=2")
+    sets = ("run.steps=3", "eval.sets=[]", "expect={}", "train.parallel.dp=2", "engine.count=2")
     apart, together = runs.run("apart", *sets), runs.run("together", *sets, "placement.mode=colocated")
     assert (apart.returncode, together.returncode) == (0, 0), apart.stderr + together.stderr
     assert runs.curve("together") == runs.curve("apart")

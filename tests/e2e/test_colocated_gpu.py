@@ -10,7 +10,13 @@ register_cuda_ci(
     est_time=90, suite="stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["megatron", "short"], timeout=300
 )
 
-ON_GPU = ("train.device=cuda", "engine.device=cuda", "run.steps=20", "run.evaluate_prompts=8", "expect={}")
+ON_GPU = (
+    "train.device=cuda",
+    "engine.device=cuda",
+    "run.steps=20",
+    "eval.sets=[{name: held_out, prompts: 8}]",
+    "expect={}",
+)
 
 
 def test_trainer_and_engine_take_turns_on_one_gpu(runs) -> None:

@@ -14,8 +14,8 @@ from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=300, suite="stage-b-cpu", timeout=1500)
 
-STEPS = ("run.steps=6", "run.checkpoint_every=2", "run.evaluate_prompts=0", "expect={}")
-ENDLESS = ("run.steps=100000", "run.checkpoint_every=50000", "run.evaluate_prompts=0", "expect={}")
+STEPS = ("run.steps=6", "run.checkpoint_every=2", "eval.sets=[]", "expect={}")
+ENDLESS = ("run.steps=100000", "run.checkpoint_every=50000", "eval.sets=[]", "expect={}")
 # The sweeper's patience, the driver's, and what a slow machine adds.
 STOP_BOUND_S = 75.0
 

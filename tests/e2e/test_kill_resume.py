@@ -27,7 +27,7 @@ register_cpu_ci(est_time=1500, suite="stage-b-cpu", nightly=True, timeout=1800)
 
 TOTAL = 60
 STEPS = (
-    f"run.steps={TOTAL}", "run.checkpoint_every=5", "run.evaluate_prompts=0", "expect={}", "run.timeout_s=30",
+    f"run.steps={TOTAL}", "run.checkpoint_every=5", "eval.sets=[]", "expect={}", "run.timeout_s=30",
     "rollout.request_timeout_s=30",
 )  # fmt: skip
 KILLS = int(os.environ.get("KILL_POINTS", "32"))

@@ -8,7 +8,7 @@ import pytest
 
 from miles_ci.declare import register_cpu_ci
 
-register_cpu_ci(est_time=330, suite="stage-b-cpu", nightly=True, timeout=1800)
+register_cpu_ci(est_time=300, suite="stage-b-cpu", nightly=True, timeout=1800)
 
 RECIPES = sorted(path.name for path in Path(__file__).resolve().parents[2].glob("recipes/quickstart*.yaml"))
 
@@ -22,17 +22,3 @@ def test_recipe_reaches_its_expected_reward(runs, recipe):
     print(done.stdout.strip().splitlines()[-1])
     assert rewards[0] <= 0.2
     assert sum(rewards[-5:]) / 5 >= 0.9
-
-
-@pytest.mark.timeout(300)
-def test_a_finished_run_teaches_the_next_one(runs):
-    quiet = ("run.evaluate_prompts=0", "run.tensorboard=false", "expect={}")
-    taught = runs.run("teacher", "run.steps=140", *quiet)
-    assert taught.returncode == 0, taught.stderr
-    teacher = runs.folder / "teacher" / "hf_model"
-    done = runs.run("student", "seed=5", "run.steps=90", f"algo.teacher={teacher}", "algo.opd_coef=1.0", *quiet)
-    assert done.returncode == 0, done.stderr
-    rows = runs.rows("student")
-    assert rows[0]["rollout/reward_mean"] <= 0.2
-    assert sum(row["rollout/reward_mean"] for row in rows[-5:]) / 5 >= 0.9
-    assert rows[-1]["train/teacher_kl"] < 0.2 * rows[0]["train/teacher_kl"]

@@ -19,7 +19,7 @@ from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=150, suite="stage-b-cpu")
 
-STEPS = ("run.steps=12", "run.checkpoint_every=4", "run.evaluate_prompts=8", "expect={}")
+STEPS = ("run.steps=12", "run.checkpoint_every=4", "eval.sets=[{name: held_out, prompts: 8}]", "expect={}")
 REQUIRED = ("step", "rollout/reward_mean", "train/loss", "train/grad_norm", "mismatch/abs_diff_mean", "time/step")
 
 
@@ -60,7 +60,7 @@ def test_transformers_loads_the_exported_model(reference):
 
 @pytest.mark.parametrize("parallel", ["tp", "dp"])
 def test_two_ranks_take_the_same_first_step_as_one(runs, reference, parallel):
-    two = runs.run("two", "run.steps=1", "run.evaluate_prompts=0", "expect={}", f"train.parallel.{parallel}=2")
+    two = runs.run("two", "run.steps=1", "eval.sets=[]", "expect={}", f"train.parallel.{parallel}=2")
     assert two.returncode == 0, two.stderr
     first, second = reference.rows[0], runs.rows("two")[0]
     assert second["rollout/reward_mean"] == first["rollout/reward_mean"]
@@ -110,7 +110,7 @@ def test_interrupt_ends_cleanly_and_a_second_run_in_the_folder_is_refused(runs, 
 
 
 def test_finished_run_is_reported_and_a_missed_expectation_fails_the_command(runs):
-    options = ("run.steps=1", "run.evaluate_prompts=0", "run.tensorboard=false")
+    options = ("run.steps=1", "eval.sets=[]", "run.tensorboard=false")
     missed = runs.run("low", *options)
     assert missed.returncode == 1
     assert "rollout/reward_mean: mean of the last 1 steps" in missed.stderr
@@ -155,7 +155,7 @@ def test_a_reader_of_the_output_that_goes_away_stops_the_run_with_a_message(runs
 
 def test_a_run_that_learns_nothing_says_so_and_fails_only_where_its_recipe_asks(runs, tmp_path):
     (tmp_path / "nothing.py").write_text("def nothing(completion, answer, metadata):\n    return 0.0\n")
-    sets = ("run.steps=4", "run.evaluate_prompts=0", "run.no_gradient_warning_steps=3", "rollout.reward.kind=python")
+    sets = ("run.steps=4", "eval.sets=[]", "run.no_gradient_warning_steps=3", "rollout.reward.kind=python")
     sets += (f"rollout.reward.options.path=python:{tmp_path}/nothing.py:nothing",)
     plain = runs.run("plain", *sets, "expect={}")
     assert plain.returncode == 0, plain.stderr

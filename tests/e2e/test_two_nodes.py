@@ -14,7 +14,7 @@ from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=300, suite="stage-b-cpu", timeout=1200)
 
-STEPS = ("run.steps=20", "run.checkpoint_every=5", "run.evaluate_prompts=0", "expect={}")
+STEPS = ("run.steps=20", "run.checkpoint_every=5", "eval.sets=[]", "expect={}")
 LOST_WITHIN_S = 60.0
 
 

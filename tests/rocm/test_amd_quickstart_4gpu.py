@@ -20,7 +20,7 @@ PARALLEL = {"tp": 2, "pp": 2, "cp": 1, "dp": 1}
 
 def test_three_steps_train_and_export(tmp_path: Path) -> None:
     sets = [f"train.parallel.{axis}={size}" for axis, size in PARALLEL.items()]
-    sets += ["name=layout", f"run.directory={tmp_path}", "run.steps=3", "run.evaluate_prompts=0", "expect={}"]
+    sets += ["name=layout", f"run.directory={tmp_path}", "run.steps=3", "eval.sets=[]", "expect={}"]
     command = [sys.executable, "-m", "miles.cli", "train", "recipes/quickstart.yaml"]
     done = subprocess.run(
         [*command, *(word for text in sets for word in ("--set", text))], cwd=ROOT, check=False, text=True

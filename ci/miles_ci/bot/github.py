@@ -73,8 +73,9 @@ class Client:
     def get(self, path: str, **query: Any) -> Any:
         return self._json(self._repeat("GET", self.url(path, query)), path)
 
-    def patch(self, path: str, body: Mapping[str, Any]) -> Any:
-        return self._json(self._repeat("PATCH", self.url(path), body), path)
+    def patch(self, path: str, body: Mapping[str, Any], *, before_repeat: Callable[[], None] | None = None) -> Any:
+        """`before_repeat`: called before an unanswered or refused request is sent again; what it raises ends it."""
+        return self._json(self._repeat("PATCH", self.url(path), body, before_repeat=before_repeat), path)
 
     def put(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._json(self._repeat("PUT", self.url(path), body), path)
@@ -181,11 +182,19 @@ class Client:
         return reply, f"status {reply.status}"
 
     def _repeat(
-        self, method: str, url: str, body: Mapping[str, Any] | None = None, *, accept_redirect: bool = False
+        self,
+        method: str,
+        url: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        accept_redirect: bool = False,
+        before_repeat: Callable[[], None] | None = None,
     ) -> Reply:
         waited, problem, reply = 0.0, "", None
         path = urlsplit(url).path
         for attempt in range(MAX_ATTEMPTS):
+            if attempt and before_repeat is not None:
+                before_repeat()
             reply, problem = self._once(method, url, body)
             if reply is not None and (reply.status < 300 or (accept_redirect and reply.status < 400)):
                 return reply

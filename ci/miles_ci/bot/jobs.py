@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from miles_ci.bot import access, planning, required_check, resolve_run, status_card
+from miles_ci.bot import access, card_comment, planning, required_check, resolve_run, status_card
 from miles_ci.bot.actions_io import event, field, variable, write_outputs, write_summary
 from miles_ci.bot.dependency_checkouts import load_dependencies
 from miles_ci.bot.directives import Directives
@@ -331,8 +331,7 @@ def card(args: argparse.Namespace) -> int:
         if entry.kind == "pr_comment":
             number = status_card.pull_of(client, run)
             if number is not None:
-                file = run.path.split("@")[0].rsplit("/", 1)[-1]
-                notes.append(status_card.write_comment(client, number, file, made, bot_id=bot_id()))
+                notes.append(card_comment.write_comment(client, number, run, made, bot_id=bot_id()))
         elif entry.kind == "lark":
             notes.append(_lark(entry.secret, made))
         elif entry.kind == "summary":

@@ -60,7 +60,7 @@ def make_plan(
     affected = None
     if policy.use_affected and base is not None:
         tests = {item.path for item in space.catalog.registrations}
-        affected = affected_since(space.root, base, space.fleet.selection, tests)
+        affected = affected_since(space.root, base, space.fleet.selection_rules(), tests)
     selection = select(space.catalog, space.fleet, policy, affected=affected)
     reason = affected.reason if affected is not None else None
     options = PlanOptions(shards={}, suites=tuple(suites), source=source, affected=reason)

@@ -47,7 +47,7 @@ def judge(
     notes: list[str] = []
     if cancelled:
         problems.append("the run was cancelled")
-    # A gate that was not asked let nothing through: its stages are skipped, which counts if they had tests.
+    # A guard that was not asked let nothing through: its stages are skipped, which counts if they had tests.
     if needs.get("authorise", "success") not in ("success", "skipped"):
         problems.append(f"authorise: {needs['authorise']}; its log says who may approve this commit, and how")
     if needs.get("plan", "success") != "success":

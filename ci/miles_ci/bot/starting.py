@@ -5,6 +5,7 @@ A run is started by the App, since GITHUB_TOKEN starts none, and only what is se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from miles_ci.bot.access import PullRequest
@@ -73,12 +74,13 @@ def run_again(app: Client, run: Run, suite: str = "") -> str:
 
 
 def start_approved(app: Client, pull: PullRequest, default_branch: str, request_id: str) -> list[str]:
-    """What an approval of the head starts: the ROCm run, and the gate of the CUDA run again. Lines for the reply."""
+    """What an approval of the head starts: the ROCm run, and the guard of the CUDA run again. Lines for the reply."""
+    lanes: dict[str, Callable[[], str]] = {
+        "ROCm": lambda: _rocm(app, pull, default_branch, request_id),
+        "CUDA": lambda: _cuda(app, pull),
+    }
     lines = []
-    for lane, start in (
-        ("ROCm", lambda: _rocm(app, pull, default_branch, request_id)),
-        ("CUDA", lambda: _cuda(app, pull)),
-    ):
+    for lane, start in lanes.items():
         try:
             lines.append(f"{lane}: {start()}")
         except CiError as error:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from miles_ci.bot.github import COMMENT_LIMIT, Client, GitHubError
-from miles_ci.bot.marker import Marker, ours
+from miles_ci.bot.github import Client, GitHubError
 from miles_ci.bot.runs import JobInfo, Run, artifact_files, jobs_of
 from miles_ci.report.analyse import Report, analyse
 from miles_ci.report.analyst import Analyst, Evidence, run_analyst
-from miles_ci.report.cards import Card, JobRow, lark, pr_comment
+from miles_ci.report.cards import Card, JobRow, lark
 from miles_ci.report.cards.model import default_analyses, weekday_title
 from miles_ci.report.strict_json import StrictJsonError, loads
 from miles_ci.report.untrusted import BadArtifact, SeenShard, read_shard
@@ -26,7 +24,6 @@ from miles_ci.report.untrusted import BadArtifact, SeenShard, read_shard
 MERGED = re.compile(r"merged(-rocm)?")
 _LEG = re.compile(r"(?:.* / )?(?P<suite>[a-z0-9-]+) \((?P<shard>\d+/\d+)\) / (?P=suite)")
 _CADENCES = {"nightly.yml": "nightly", "weekly.yml": "weekly", "release.yml": "release"}
-_SECTION = re.compile(r"<!-- section ([A-Za-z0-9._-]+) -->\n(.*?)(?=<!-- section |\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -90,9 +87,11 @@ def rows(jobs: list[JobInfo], report: Report, analyst: Analyst | None = None) ->
     claims, why = run_analyst(analyst, Evidence(tests, logs, {}))
     if why:
         return tuple(out), why
+    signatures = {(row.name, item.test_name): item.signature for row in out for item in row.analyses}
     by_job: dict[str, list[Any]] = {}
     for claim in claims:
-        by_job.setdefault(claim.job_id, []).append(claim)
+        signature = signatures.get((claim.job_id, claim.test_name), "")
+        by_job.setdefault(claim.job_id, []).append(replace(claim, signature=signature))
     return tuple(JobRow(row.name, row.url, row.result, tuple(by_job.get(row.name, row.analyses))) for row in out), ""
 
 
@@ -132,41 +131,6 @@ def pull_of(client: Client, run: Run) -> int | None:
         if pull.get("state") == "open" and pull["head"]["sha"] == sha:
             return int(pull["number"])
     return None
-
-
-def merge_sections(body: str, name: str, text: str) -> str:
-    """Replace one section of our comment and keep the others (pr-test and pr-test-rocm share a comment)."""
-    sections = {found[1]: found[2].strip("\n") for found in _SECTION.finditer(body)}
-    sections[name] = text.strip("\n")
-    return "\n".join(f"<!-- section {key} -->\n{value}\n" for key, value in sorted(sections.items()))
-
-
-def write_comment(client: Client, number: int, name: str, card: Card, *, bot_id: int) -> str:
-    """One comment a pull request: find or create, then list again; the lowest id wins, our others are deleted."""
-    marker = Marker("card", req=str(number))
-    text = pr_comment.render(card, limit=COMMENT_LIMIT // 2 - 500)
-
-    def found() -> list[tuple[Mapping[str, Any], Marker]]:
-        return ours(client.pages(f"{{repo}}/issues/{number}/comments"), bot_id, "card", str(number))
-
-    def body(old: str) -> str:
-        return f"{marker.line()}\n{merge_sections(old.split(chr(10), 1)[-1], name, text)}"
-
-    existing = found()
-    if not existing:
-        client.post(f"{{repo}}/issues/{number}/comments", {"body": body("")}, proof=lambda: found() or None)
-        existing = found()
-    first, *others = existing
-    wanted = body(str(first[0].get("body") or ""))
-    if first[0].get("body") != wanted:
-        client.patch(f"{{repo}}/issues/comments/{first[0]['id']}", {"body": wanted})
-    for comment, _ in others:
-        try:
-            client.delete(f"{{repo}}/issues/comments/{comment['id']}")
-        except GitHubError as error:
-            if error.status != 404:  # another writer was faster
-                raise
-    return f"comment {first[0]['id']}"
 
 
 def post_lark(url: str, timeout_s: float = 10.0) -> lark.Post:

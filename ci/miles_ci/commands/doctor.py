@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     space = workspace(args)
     if args.fleet is not None:
         return _fleet(space, args)
-    machine = examine(space.fleet, check_health=not args.no_health)
+    machine = examine(space.fleet, space.root, check_health=not args.no_health)
     if args.format == "json":
         print_json(asdict(machine))
     else:

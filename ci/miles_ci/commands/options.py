@@ -70,7 +70,7 @@ def affected_by(args: argparse.Namespace, space: Workspace, policy: Policy) -> A
     if not policy.use_affected or not (args.base or args.diff):
         return None
     tests = {item.path for item in space.catalog.registrations}
-    rules = space.fleet.selection
+    rules = space.fleet.selection_rules()
     if args.base:
         return affected_since(space.root, args.base, rules, tests)
     try:

@@ -225,10 +225,12 @@ def _run(args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, u
 def _job(
     args: argparse.Namespace, space: Workspace, plan: Plan, shard: Shard, units: tuple[Unit, ...], folder: Path
 ) -> ShardJob:
+    from miles_ci.run.devices.added import AddedBackend, device_backend
     from miles_ci.run.devices.slots import DEFAULT_FOLDER
     from miles_ci.run.judge.retry import rows_from
     from miles_ci.run.shard import ShardJob
 
+    backend = device_backend(space.fleet, shard.backend, space.root.resolve())
     return ShardJob(
         root=space.root.resolve(),
         folder=folder,
@@ -240,6 +242,7 @@ def _job(
         timeout_s=float(shard.timeout_s),
         workers=args.workers,
         wait_memory_s=args.wait_memory,
+        backend=backend if isinstance(backend, AddedBackend) else None,
     )
 
 
@@ -248,9 +251,11 @@ def _devices(space: Workspace, shard: Shard) -> tuple[Device, ...]:
     if shard.backend == "cpu":
         return ()
     from miles_ci.registry.identify import MEMORY_TOLERANCE, model_of
+    from miles_ci.run.devices.added import device_backend
     from miles_ci.run.devices.inventory import DevicesUnavailable, host_devices, inherited
 
-    devices = inherited(host_devices(shard.backend), shard.backend)
+    backend = device_backend(space.fleet, shard.backend, space.root.resolve())
+    devices = inherited(host_devices(backend), backend)
     wanted = space.fleet.suites[shard.suite].hardware
     for device in devices:
         model = model_of(space.fleet, shard.backend, device.name)

@@ -18,7 +18,7 @@ from miles_ci.commands.options import add_workspace, workspace
 from miles_ci.commands.output import print_json, print_table, seconds
 from miles_ci.environment import read
 from miles_ci.errors import ExitCode, UsageError
-from miles_ci.plan.durations import MAX_AGE_DAYS, TABLE, WINDOW, Durations, Key, Learned, learn
+from miles_ci.plan.durations import MAX_AGE_DAYS, WINDOW, Durations, Key, Learned, learn
 from miles_ci.plan.tune import (
     apply_rewrites,
     drifts,
@@ -54,11 +54,11 @@ def main(args: argparse.Namespace) -> int:
     table = space.durations
     if args.results or address:
         table, observed = _learn(space, table, args.results, address)
-        said = f"{TABLE}: {len(table.entries)} entries, {observed} of them observed now"
+        said = f"{space.table}: {len(table.entries)} entries, {observed} of them observed now"
         if args.format == "text":
             print(said)
         elif not (args.report or args.source):
-            print_json({"table": TABLE, "entries": len(table.entries), "observed": observed})
+            print_json({"table": space.table, "entries": len(table.entries), "observed": observed})
         else:
             print(said, file=sys.stderr)
     if args.source:
@@ -91,7 +91,7 @@ def _learn(space: Workspace, table: Durations, results: list[str], address: str 
             **learned_of_history(space.fleet, passing, datetime.fromtimestamp(now, timezone.utc).date().isoformat()),
         }
     merged = prune(merge(table, found), space.catalog)
-    merged.save(space.root / TABLE)
+    merged.save(space.root / space.table)
     return merged, len(merged.entries.keys() & found.keys())
 
 

@@ -9,7 +9,8 @@ and a test file needs neither pydantic nor pyyaml to be run by hand.
     register_cuda_ci(60, "stage-b-1-gpu-h200", hardware=["h200"], num_gpus=1, labels=["kernels"])
 
 Field rules stand in `miles_ci.declare.fields`; rules that need the fleet (known suite, hardware, labels) in
-`miles_ci.select.registrations`. `tests/fast/**` without a call is registered implicitly in `stage-a-cpu`.
+`miles_ci.select.registrations`. `tests/fast/**` without a call is registered implicitly in `stage-a-cpu`. A backend
+that registry.yaml adds has its `register_<backend>_ci` here too, with the fields of `register_cuda_ci`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 # Not imported from `typing`: that alone would cost half of the 5 ms which this module may take.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from miles_ci.declare.model import Scan
@@ -31,6 +32,7 @@ __all__ = [
     "scan",
     "syntax",
     "tree",
+    "vocabulary",
 ]
 
 
@@ -46,6 +48,7 @@ def register_cpu_ci(
     split: bool = False,
     serial: bool = False,
     allow_all_skipped: Mapping[str, str] | None = None,
+    allow_never_executed: Mapping[str, str] | None = None,
     owner: str | None = None,
 ) -> None:
     """Run this file in a CPU suite. `est_time` and `timeout` are seconds."""
@@ -67,6 +70,7 @@ def register_cuda_ci(
     split: bool = False,
     serial: bool = False,
     allow_all_skipped: Mapping[str, str] | None = None,
+    allow_never_executed: Mapping[str, str] | None = None,
     owner: str | None = None,
 ) -> None:
     """Run this file in a suite on NVIDIA GPUs. `hardware` (models or architectures) is in order of preference."""
@@ -88,6 +92,7 @@ def register_rocm_ci(
     split: bool = False,
     serial: bool = False,
     allow_all_skipped: Mapping[str, str] | None = None,
+    allow_never_executed: Mapping[str, str] | None = None,
     owner: str | None = None,
 ) -> None:
     """Run this file in a suite on AMD GPUs; the fields are those of `register_cuda_ci`."""
@@ -111,8 +116,24 @@ def register_metric_bound(
     """
 
 
-def scan(root: Path | str, *, cache_dir: Path | None = None) -> Scan:
-    """Read every declaration under `root/tests`. Never raises for a faulty file: see `Scan.errors`."""
-    from miles_ci.declare.tree import scan_tree
+def __getattr__(name: str) -> Callable[..., None]:
+    """`register_<backend>_ci` of a backend that registry.yaml adds: does nothing, like the others.
 
-    return scan_tree(root, cache_dir=cache_dir)
+    The registry is not read here, so a misspelt name can be imported too; the scan refuses it.
+    """
+    if name.startswith("register_") and name.endswith("_ci"):
+        return register_cuda_ci
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def scan(
+    root: Path | str, *, roots: Sequence[str] = ("tests",), backends: Sequence[str] = (), cache_dir: Path | None = None
+) -> Scan:
+    """Read every declaration under the test roots; `backends`: those that registry.yaml adds.
+
+    Never raises for a faulty file: see `Scan.errors`.
+    """
+    from miles_ci.declare.tree import scan_tree
+    from miles_ci.declare.vocabulary import Vocabulary
+
+    return scan_tree(root, roots=roots, vocabulary=Vocabulary.adding(backends), cache_dir=cache_dir)

@@ -112,6 +112,7 @@ def _declaration(item: dict[str, Any], path: str) -> Declaration:
     for name in _TUPLES:
         if values[name] is not None:
             values[name] = tuple(values[name])
+    values["allow_never_executed"] = tuple((item, reason) for item, reason in values["allow_never_executed"])
     for name in ("disabled", "unstable"):
         if values[name] is not None:
             values[name] = Exemption(*values[name])

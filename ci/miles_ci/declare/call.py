@@ -6,19 +6,22 @@ import ast
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from miles_ci.declare.fields import FIELDS, GPU_ONLY, NONE_ALLOWED, POSITIONAL, FieldError
+from miles_ci.declare.fields import GPU_ONLY, NONE_ALLOWED, FieldError
 from miles_ci.declare.literals import NotLiteral, literal
 from miles_ci.declare.model import Place, Span
+from miles_ci.declare.vocabulary import METRIC_BOUND, Vocabulary
 from miles_ci.errors import suggestion
 
 Report = Callable[[ast.AST, str, str], None]
 CallFields = tuple[dict[str, Any] | None, Mapping[str, Place], Span | None]
 
 
-def read_call(name: str, call: ast.Call, report: Report, place: Callable[[ast.AST], Place]) -> CallFields:
+def read_call(
+    name: str, call: ast.Call, vocabulary: Vocabulary, report: Report, place: Callable[[ast.AST], Place]
+) -> CallFields:
     """Field values (None when any error was reported), where each stands, and the span of `est_time`."""
     before = _Counter(report)
-    bound = _bind(name, call, before)
+    bound = _bind(name, call, vocabulary, before)
     values: dict[str, Any] = {}
     places: dict[str, Place] = {}
     est_span: Span | None = None
@@ -33,7 +36,7 @@ def read_call(name: str, call: ast.Call, report: Report, place: Callable[[ast.AS
         if value is None and field in NONE_ALLOWED:
             continue
         try:
-            values[field] = FIELDS[name][field](value)
+            values[field] = vocabulary.fields[name][field](value)
         except FieldError as error:
             before(node, error.code, f"{field}: {error}")
             continue
@@ -60,9 +63,9 @@ class _Counter:
         self._report(node, code, message)
 
 
-def _bind(name: str, call: ast.Call, report: Report) -> dict[str, ast.expr]:
+def _bind(name: str, call: ast.Call, vocabulary: Vocabulary, report: Report) -> dict[str, ast.expr]:
     bound: dict[str, ast.expr] = {}
-    positional, known = POSITIONAL[name], FIELDS[name]
+    positional, known = vocabulary.positional(name), vocabulary.fields[name]
     for index, argument in enumerate(call.args):
         if isinstance(argument, ast.Starred):
             report(argument, "not-literal", "a starred argument is not allowed; write each argument out")
@@ -91,7 +94,7 @@ def _bind(name: str, call: ast.Call, report: Report) -> dict[str, ast.expr]:
 
 
 def _require(name: str, call: ast.Call, bound: dict[str, ast.expr], values: dict[str, Any], report: Report) -> None:
-    if name == "register_metric_bound":
+    if name == METRIC_BOUND:
         if "metric" not in bound:
             report(call, "missing-field", "metric is required")
         for side in ("up", "down"):

@@ -135,6 +135,20 @@ def reason_only(value: Any) -> str:
     return _mapping(value, ("reason",))["reason"]
 
 
+def items_with_reasons(value: Any) -> tuple[tuple[str, str], ...]:
+    """`{"test_a[slow]": "why it need not run"}` as sorted pairs."""
+    if not isinstance(value, dict) or not value:
+        raise FieldError(f"must be a dict from item to reason, got {shown(value)}", "bad-exemption")
+    for item, reason in value.items():
+        text(item)
+        if "::" in item and item.partition("::")[0].endswith(".py"):
+            raise FieldError(f"{shown(item)}: name the item without the file", "bad-exemption")
+        if not isinstance(reason, str) or len(text(reason).strip()) < MIN_REASON:
+            message = f"{shown(item)}: the reason needs at least {MIN_REASON} characters that explain it"
+            raise FieldError(message, "bad-exemption")
+    return tuple(sorted(value.items()))
+
+
 def is_iso_date(value: str) -> bool:
     if not re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", value):
         return False
@@ -173,6 +187,7 @@ _EVERYWHERE: dict[str, Checker] = {
     "split": boolean,
     "serial": boolean,
     "allow_all_skipped": reason_only,
+    "allow_never_executed": items_with_reasons,
     "owner": text,
 }
 _GPU: dict[str, Checker] = {
@@ -197,21 +212,18 @@ BOUND_FIELDS: dict[str, Checker] = {
     "warmup": positive_int,
 }
 
-FIELDS: dict[str, dict[str, Checker]] = {
-    "register_cpu_ci": CPU_FIELDS,
-    "register_cuda_ci": GPU_FIELDS,
-    "register_rocm_ci": GPU_FIELDS,
-    "register_metric_bound": BOUND_FIELDS,
-}
-BACKENDS = {"register_cpu_ci": "cpu", "register_cuda_ci": "cuda", "register_rocm_ci": "rocm"}
-POSITIONAL: dict[str, tuple[str, ...]] = {
-    "register_cpu_ci": ("est_time", "suite"),
-    "register_cuda_ci": ("est_time", "suite"),
-    "register_rocm_ci": ("est_time", "suite"),
-    "register_metric_bound": ("metric",),
-}
 # Where None is written out it means "not given", as in the signature.
 NONE_ALLOWED = frozenset(
-    {"est_time", "num_gpus", "min_memory_gib", "disabled", "unstable", "timeout", "allow_all_skipped", "owner"}
+    {
+        "est_time",
+        "num_gpus",
+        "min_memory_gib",
+        "disabled",
+        "unstable",
+        "timeout",
+        "allow_all_skipped",
+        "allow_never_executed",
+        "owner",
+    }
     | {"rel_up", "abs_up", "rel_down", "abs_down", "limit"}
 )

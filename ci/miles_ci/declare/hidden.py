@@ -7,32 +7,32 @@ from __future__ import annotations
 
 import ast
 
-from miles_ci.declare.fields import FIELDS
+from miles_ci.declare.vocabulary import Vocabulary
 
 _LOOKUPS = frozenset({"getattr", "attrgetter", "methodcaller", "__getattribute__", "get", "pop", "setdefault"})
 _NAMESPACES = frozenset({"globals", "locals", "vars"})
 
 
-def hidden_use(node: ast.AST) -> tuple[str, str] | None:
+def hidden_use(node: ast.AST, vocabulary: Vocabulary) -> tuple[str, str] | None:
     """(registration function, what is done with it), or None. The function of a call is the caller's to judge."""
-    if isinstance(node, ast.Name) and node.id in FIELDS:
+    if isinstance(node, ast.Name) and vocabulary.claims(node.id):
         how = "read without being called" if isinstance(node.ctx, ast.Load) else "bound to something else"
         return node.id, how
-    if isinstance(node, ast.Attribute) and node.attr in FIELDS:
+    if isinstance(node, ast.Attribute) and vocabulary.claims(node.attr):
         how = "read as an attribute" if isinstance(node.ctx, ast.Load) else "replaced"
         return node.attr, how
     if isinstance(node, ast.Call) and _last_name(node.func) in _LOOKUPS:
         if _last_name(node.func) in ("get", "pop", "setdefault") and not _is_namespace(_owner(node.func)):
             return None
-        return _named(node.args)
+        return _named(node.args, vocabulary)
     if isinstance(node, ast.Subscript) and _is_namespace(node.value):
-        return _named([node.slice])
+        return _named([node.slice], vocabulary)
     return None
 
 
-def _named(nodes: list[ast.expr]) -> tuple[str, str] | None:
+def _named(nodes: list[ast.expr], vocabulary: Vocabulary) -> tuple[str, str] | None:
     for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FIELDS:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and vocabulary.claims(node.value):
             return node.value, "looked up by its name"
     return None
 

@@ -12,7 +12,7 @@ from miles_ci.errors import Diagnostic
 from miles_ci.metric_bound import MetricBound
 
 IMPLICIT_SUITE = "stage-a-cpu"
-IMPLICIT_FOLDER = "tests/fast"
+IMPLICIT_FOLDER = "fast"
 
 Place = tuple[int, int]
 Span = tuple[int, int, int, int]
@@ -31,9 +31,9 @@ class Exemption:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """One `register_*_ci` call, or the implicit registration of a file under tests/fast.
+    """One `register_*_ci` call, or the implicit registration of a file in the folder `fast` of a test root.
 
-    `est_time` and `timeout` are seconds. `est_span` is the source span (1-based lines, 0-based byte
+    `est_time` and `timeout` are seconds. `allow_never_executed`: (item, reason) pairs. `est_span` is the source span (1-based lines, 0-based byte
     columns) of the `est_time` literal, which `tune --source` may rewrite.
     """
 
@@ -55,6 +55,7 @@ class Declaration:
     split: bool = False
     serial: bool = False
     allow_all_skipped: str | None = None
+    allow_never_executed: tuple[tuple[str, str], ...] = ()
     owner: str | None = None
     implicit: bool = False
     est_span: Span | None = None
@@ -79,7 +80,8 @@ class Scan:
     """Every declaration of a tree.
 
     `declarations` holds those of sound files, sorted by path and line; `errors` every finding;
-    `files` all test files seen. A file with an error is in `faulty`, never in `declarations`.
+    `files` all test files seen. A file with an error is in `faulty`, never in `declarations`. `empty_roots`: test
+    roots without any test file.
     """
 
     root: str
@@ -87,6 +89,7 @@ class Scan:
     metric_bounds: tuple[MetricBound, ...]
     errors: tuple[Diagnostic, ...]
     files: tuple[str, ...]
+    empty_roots: tuple[str, ...] = ()
 
     @property
     def faulty(self) -> tuple[str, ...]:

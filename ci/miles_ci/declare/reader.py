@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Iterator
 
 from miles_ci.declare.call import read_call
-from miles_ci.declare.fields import BACKENDS, FIELDS
 from miles_ci.declare.hidden import hidden_use
 from miles_ci.declare.model import Declaration, FileScan
+from miles_ci.declare.vocabulary import METRIC_BOUND, SHIPPED, Vocabulary
 from miles_ci.errors import Diagnostic, suggestion
 from miles_ci.metric_bound import MetricBound
 
-PARSER_VERSION = 3
+PARSER_VERSION = 5
 MODULE = "miles_ci.declare"
 MARKER = b"register_"
 FORMER_NAMES = {"register_ci_gate": "register_metric_bound"}
@@ -67,8 +67,9 @@ def parse(path: str, text: str) -> ast.Module | Diagnostic:
 
 
 class _Reader:
-    def __init__(self, path: str, text: str, tree: ast.Module) -> None:
+    def __init__(self, path: str, text: str, tree: ast.Module, vocabulary: Vocabulary) -> None:
         self.path = path
+        self.vocabulary = vocabulary
         self.lines = text.split("\n")
         self.tree = tree
         self.errors: list[Diagnostic] = []
@@ -101,7 +102,7 @@ class _Reader:
                 name = self._registration_name(node, enclosing)
                 if name is not None:
                     top_calls.append((name, node))
-            use = None if node in called else hidden_use(node)
+            use = None if node in called else hidden_use(node, self.vocabulary)
             if use is not None:
                 name, how = use
                 message = f"{name} is {how}: what is called so is not seen; call {name}(...) directly at the top level"
@@ -113,7 +114,9 @@ class _Reader:
         self._duplicates()
         # A registration shadowed by a definition in the same file would be read but never be ours.
         for node in self.tree.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name in FIELDS:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            if self.vocabulary.claims(node.name):
                 self.error(node, "shadowed", f"{node.name} is defined here; it must come from miles_ci.declare")
         return FileScan(tuple(self.declarations), tuple(self.metric_bounds), tuple(sorted(set(self.errors))))
 
@@ -123,7 +126,7 @@ class _Reader:
                 self.error(
                     node, "star-import", "`from miles_ci.declare import *` hides what is declared: import by name"
                 )
-            elif alias.name in FIELDS:
+            elif self.vocabulary.knows(alias.name):
                 if alias.asname is not None and alias.asname != alias.name:
                     message = f"aliased import `{alias.name} as {alias.asname}`: import it under its own name"
                     self.error(alias, "aliased-import", message)
@@ -137,24 +140,28 @@ class _Reader:
                     self.imported.add(alias.name)
             elif alias.name.startswith(MARKER.decode()):
                 former = FORMER_NAMES.get(alias.name)
-                hint = f"; it is called {former} now" if former else suggestion(alias.name, FIELDS)
+                hint = f"; it is called {former} now" if former else suggestion(alias.name, self.vocabulary.fields)
                 self.error(alias, "unknown-import", f"{MODULE} has no {alias.name}{hint}")
 
     def _import_from_elsewhere(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
-            if alias.name in FIELDS and alias.asname not in (None, alias.name):
+            if self.vocabulary.claims(alias.name) and alias.asname not in (None, alias.name):
                 message = f"aliased import `{alias.name} as {alias.asname}`: import it from {MODULE} under its own name"
                 self.error(alias, "aliased-import", message)
 
     def _registration_name(self, node: ast.Call, enclosing: str | None) -> str | None:
         """The function that a call names if it is a well-placed registration; errors otherwise."""
-        if isinstance(node.func, ast.Attribute) and node.func.attr in FIELDS:
+        called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        if self.vocabulary.claims(called) and not self.vocabulary.knows(called):
+            self.error(node, "unknown-registration", self._unknown(called))
+            return None
+        if isinstance(node.func, ast.Attribute) and self.vocabulary.knows(node.func.attr):
             message = (
                 f"attribute call of {node.func.attr}: import it by name from miles_ci.declare and call it directly"
             )
             self.error(node, "attribute-call", message)
             return None
-        if not (isinstance(node.func, ast.Name) and node.func.id in FIELDS):
+        if not (isinstance(node.func, ast.Name) and self.vocabulary.knows(node.func.id)):
             return None
         if enclosing is not None:
             message = f"{node.func.id} called inside {enclosing}: declarations stand at the top level of the file"
@@ -162,18 +169,22 @@ class _Reader:
             return None
         return node.func.id
 
+    def _unknown(self, name: str) -> str:
+        near = suggestion(name, self.vocabulary.fields)
+        return f"{name} registers nothing: this project has no such function{near} (backends stand in registry.yaml)"
+
     def _declare(self, name: str, call: ast.Call) -> None:
-        fields, places, est_span = read_call(name, call, self.error, self.place)
+        fields, places, est_span = read_call(name, call, self.vocabulary, self.error, self.place)
         if fields is None:
             return
         line, column = self.place(call)
-        if name == "register_metric_bound":
+        if name == METRIC_BOUND:
             self.metric_bounds.append(MetricBound(path=self.path, line=line, column=column, **fields))
         else:
             self.declarations.append(
                 Declaration(
                     path=self.path,
-                    backend=BACKENDS[name],
+                    backend=self.vocabulary.backend_of[name],
                     line=line,
                     column=column,
                     est_span=est_span,
@@ -226,7 +237,7 @@ def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str | None]]:
         stack.extend((child, inner) for child in reversed(list(ast.iter_child_nodes(node))))
 
 
-def read_source(path: str, data: bytes) -> FileScan:
+def read_source(path: str, data: bytes, vocabulary: Vocabulary = SHIPPED) -> FileScan:
     """Declarations, metric_bounds and errors of one file. Never raises for bad content."""
     text, problem = decode(path, data)
     if problem is not None:
@@ -235,7 +246,7 @@ def read_source(path: str, data: bytes) -> FileScan:
     if isinstance(tree, Diagnostic):
         return FileScan(errors=(tree,))
     try:
-        return _Reader(path, text, tree).read()
+        return _Reader(path, text, tree, vocabulary).read()
     except RecursionError:
         return FileScan(errors=(Diagnostic(path, 1, 1, "syntax-error", "expressions are nested too deeply to read"),))
 

@@ -245,6 +245,7 @@ class _SuitePlanner:
             min_memory_gib=declaration.min_memory_gib,
             capabilities=declaration.capabilities,
             allow_all_skipped=declaration.allow_all_skipped,
+            allow_never_executed=declaration.allow_never_executed,
             metric_bounds=self.catalog.metric_bounds.get(registration.path, ()),
         )
 

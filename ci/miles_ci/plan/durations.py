@@ -1,4 +1,4 @@
-"""Learned durations: what was observed, the committed table `tests/durations.json`, and estimates from it.
+"""Learned durations: what was observed, the committed table (`tests/durations.json`), and estimates from it.
 
 Everything is in integer milliseconds. A duration belongs to (path, suite, hardware model); only passing
 runs count. The table is sorted with one line for each test, so that a diff shows what changed.
@@ -16,7 +16,7 @@ from typing import Any
 from miles_ci.errors import UsageError
 from miles_ci.files import write_whole
 
-TABLE = "tests/durations.json"
+TABLE = "durations.json"
 WINDOW = 20
 MAX_AGE_DAYS = 30
 MIN_OBSERVATIONS = 3

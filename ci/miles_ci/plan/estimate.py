@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from miles_ci.plan.durations import Durations
 from miles_ci.select.registrations import Registration
 
-DEFAULT_MS = {"cpu": 5_000, "cuda": 300_000, "rocm": 300_000}
+DEFAULT_CPU_MS, DEFAULT_DEVICE_MS = 5_000, 300_000
 OBSERVED, DECLARED, SUITE_MEAN, DEFAULT = "observed", "declared", "suite-mean", "default"
 
 
@@ -41,7 +41,7 @@ def estimate(registrations: Iterable[Registration], durations: Durations, hardwa
     if known:
         fallback = Estimate(max(1, sum(value.ms for value in known.values()) // len(known)), SUITE_MEAN)
     else:
-        fallback = Estimate(DEFAULT_MS[unknown[0].backend], DEFAULT)
+        fallback = Estimate(DEFAULT_CPU_MS if unknown[0].backend == "cpu" else DEFAULT_DEVICE_MS, DEFAULT)
     for item in unknown:
         known[item.path] = fallback
     return known

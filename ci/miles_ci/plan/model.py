@@ -25,6 +25,7 @@ class Unit:
 
     `nodes` names the only node ids to run (None: the whole file); `deselect` those that other parts run.
     `unstable` is the reason why a failure does not block. `ms` is the estimate; `timeout_s` is resolved and capped by the suite. `devices` is the lease.
+    `allow_never_executed`: (item, class or function of the file, reason why it need not run).
     `narrowed`: somebody asked for `nodes` only, so this is not the planned unit; no plan holds such a unit.
     """
 
@@ -42,6 +43,7 @@ class Unit:
     min_memory_gib: float | None = None
     capabilities: tuple[str, ...] = ()
     allow_all_skipped: str | None = None
+    allow_never_executed: tuple[tuple[str, str], ...] = ()
     nodes: tuple[str, ...] | None = None
     deselect: tuple[str, ...] = ()
     metric_bounds: tuple[MetricBound, ...] = ()
@@ -64,7 +66,7 @@ class Unit:
         """Arguments that make pytest run this unit and nothing else."""
         if self.nodes:
             return list(self.nodes)
-        return [self.path, *(word for node in self.deselect for word in ("--deselect", node))]
+        return [self.path, *(f"--runs-elsewhere={node}" for node in self.deselect)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,7 @@ def _unit(item: dict[str, Any]) -> Unit:
     values = dict(item)
     for name in ("capabilities", "deselect", "errors"):
         values[name] = tuple(values[name])
+    values["allow_never_executed"] = tuple((name, reason) for name, reason in values["allow_never_executed"])
     values["metric_bounds"] = tuple(MetricBound.from_spec(entry) for entry in values["metric_bounds"])
     if values["nodes"] is not None:
         values["nodes"] = tuple(values["nodes"])

@@ -20,6 +20,7 @@ from miles_ci.registry.patterns import slow_pattern
 from miles_ci.registry.yaml_source import Document, Keys
 
 FIRST_SUITE = "stage-a-cpu"
+_TAKEN_VARIABLES = frozenset({"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "PATH", "HOME"})
 
 Entries = dict[str, dict[str, Any]]
 
@@ -27,6 +28,8 @@ Entries = dict[str, dict[str, Any]]
 def check_references(document: Document, entries: Entries, today: date) -> None:
     """Append every violation to `document.errors`."""
     checks: tuple[Callable[[Document, Entries], None], ...] = (
+        _roots,
+        _backends,
         _hardware,
         _pools,
         _ambiguous_labels,
@@ -59,10 +62,56 @@ def _unknown(document: Document, keys: Keys, code: str, value: str, known: Itera
     document.error(keys, code, f"{dotted}: '{value}' is not known{suggestion(value, known)}")
 
 
+def _roots(document: Document, entries: Entries) -> None:
+    roots = document.data.get("roots") if isinstance(document.data, dict) else None
+    given = [root for root in roots if isinstance(root, str)] if isinstance(roots, list) else []
+    for index, root in enumerate(given):
+        outer = next((other for other in given if root.startswith(f"{other}/")), None)
+        if outer is not None:
+            message = f"roots: '{root}' lies inside '{outer}', so its tests would count twice; name one of them"
+            document.error(("roots", index), "overlapping-roots", message)
+
+
+def _backends(document: Document, entries: Entries) -> None:
+    vendors, architectures = set(VENDOR_OF_BACKEND.values()), set(ARCH_VENDOR)
+    for name, item in entries["backends"].items():
+        keys: Keys = ("backends", name)
+        if name in VENDOR_OF_BACKEND:
+            message = f"backends.{name}: is always there and cannot be changed; remove it"
+            document.error(keys, "shipped-backend", message, of_key=True)
+            continue
+        if item.vendor in vendors:
+            message = f"backends.{name}.vendor: '{item.vendor}' already belongs to another backend"
+            document.error((*keys, "vendor"), "duplicate-name", message)
+        vendors.add(item.vendor)
+        for index, arch in enumerate(item.architectures):
+            if arch in architectures:
+                message = f"backends.{name}.architectures: '{arch}' already belongs to another backend"
+                document.error((*keys, "architectures", index), "duplicate-name", message)
+            architectures.add(arch)
+        if item.visible in _TAKEN_VARIABLES or item.visible.startswith(("MILES_CI_", "LD_", "PYTHON")):
+            message = f"backends.{name}.visible: {item.visible} has another meaning; name the variable of its driver"
+            document.error((*keys, "visible"), "wrong-variable", message)
+
+
+def _arch_vendor(entries: Entries) -> dict[str, str]:
+    """Every architecture, those of added backends included -> its vendor."""
+    added = {arch: item.vendor for item in entries["backends"].values() for arch in item.architectures}
+    return {**added, **ARCH_VENDOR}
+
+
 def _hardware(document: Document, entries: Entries) -> None:
+    vendor_of = _arch_vendor(entries)
+    vendors = sorted(set(vendor_of.values()))
     for name, item in entries["hardware"].items():
         keys: Keys = ("hardware", name)
-        if ARCH_VENDOR[item.arch] != item.vendor:
+        if item.vendor not in vendors:
+            _unknown(document, (*keys, "vendor"), "unknown-vendor", item.vendor, vendors)
+        if item.arch not in vendor_of:
+            _unknown(document, (*keys, "arch"), "unknown-arch", item.arch, vendor_of)
+        if item.vendor not in vendors or item.arch not in vendor_of:
+            continue
+        if vendor_of[item.arch] != item.vendor:
             message = f"hardware.{name}.arch: '{item.arch}' is no architecture of vendor '{item.vendor}'"
             document.error((*keys, "arch"), "inconsistent-hardware", message)
         for field, vendor in (("sm", "nvidia"), ("gfx", "amd")):
@@ -74,7 +123,7 @@ def _hardware(document: Document, entries: Entries) -> None:
         if (item.memory_gib > 0) != (item.vendor != "cpu"):
             message = f"hardware.{name}.memory_gib: required for devices, not allowed for vendor 'cpu'"
             document.error((*keys, "memory_gib"), "inconsistent-hardware", message)
-        if name in ARCH_VENDOR and name != item.arch:
+        if name in vendor_of and name != item.arch:
             message = f"hardware.{name}: the name of an architecture; a declaration could not tell them apart"
             document.error(keys, "inconsistent-hardware", message, of_key=True)
 
@@ -111,15 +160,21 @@ def _suites(document: Document, entries: Entries) -> None:
         )
         document.error(("suites", FIRST_SUITE), "missing-suite", message, of_key=True)
     hardware_names, pool_names = _names(document, "hardware"), _names(document, "pools")
+    backend_names = [*VENDOR_OF_BACKEND, *_names(document, "backends")]
+    added = {backend: item.vendor for backend, item in entries["backends"].items()}
     for name, suite in entries["suites"].items():
         keys: Keys = ("suites", name)
+        if suite.backend not in backend_names:
+            _unknown(document, (*keys, "backend"), "unknown-backend", suite.backend, backend_names)
+            continue
         for index, model in enumerate(suite.hardware):
             place: Keys = (*keys, "hardware", index)
             if model not in hardware_names:
                 _unknown(document, place, "unknown-hardware", model, hardware_names)
             elif model in entries["hardware"]:
                 vendor = entries["hardware"][model].vendor
-                if vendor != VENDOR_OF_BACKEND[suite.backend]:
+                wanted = VENDOR_OF_BACKEND.get(suite.backend, added.get(suite.backend))
+                if wanted is not None and vendor != wanted:
                     message = f"suites.{name}.hardware: '{model}' is {vendor}, the suite's backend is {suite.backend}"
                     document.error(place, "wrong-backend", message)
         for index, pool in enumerate(suite.pools):

@@ -6,7 +6,6 @@ import re
 
 from miles_ci.registry.model import Fleet
 
-VENDOR_OF_DEVICES = {"cuda": "nvidia", "rocm": "amd"}
 # Of a device's memory some is always taken by driver and firmware; more than this share missing is a fault.
 MEMORY_TOLERANCE = 0.97
 
@@ -17,6 +16,6 @@ def model_of(fleet: Fleet, backend: str, device_name: str) -> str | None:
     names = [
         name
         for name, hardware in fleet.hardware.items()
-        if hardware.vendor == VENDOR_OF_DEVICES.get(backend) and name.lower() in words
+        if hardware.vendor == fleet.vendor_of(backend) and name.lower() in words
     ]
     return max(names, key=len) if names else None

@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from miles_ci.errors import ConfigErrors, Diagnostic, UsageError, suggestion
 from miles_ci.registry import model
@@ -17,6 +17,7 @@ from miles_ci.registry.yaml_source import Document, Keys, read_document
 REGISTRY = "registry.yaml"
 
 _SECTIONS: dict[str, type[BaseModel]] = {
+    "backends": model.Backend,
     "hardware": model.Hardware,
     "pools": model.Pool,
     "suites": model.Suite,
@@ -38,6 +39,29 @@ class Reading:
     fleet: model.Fleet | None
     findings: tuple[Diagnostic, ...]
     document: Document
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Where tests are; of a registry with errors what can be read, so that one report has everything."""
+        return self._read_anyway("roots", (model.DEFAULT_ROOT,))
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Names of the backends that the registry adds; of a registry with errors what can be read."""
+        return self._read_anyway("backends", ())
+
+    def _read_anyway(self, section: str, default: tuple[str, ...]) -> tuple[str, ...]:
+        if self.fleet is not None:
+            return tuple(getattr(self.fleet, section))
+        given = self.document.data.get(section) if isinstance(self.document.data, dict) else None
+        kind = TypeAdapter(model.Root if section == "roots" else model.BackendName)
+        sound = []
+        for item in given if isinstance(given, list | dict) else ():
+            try:
+                sound.append(kind.validate_python(item, strict=True))
+            except ValidationError:
+                continue
+        return tuple(sound) or default
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:

@@ -33,9 +33,12 @@ Harness = Annotated[
 ]
 Seconds = Annotated[int, Field(ge=1, le=604_800)]
 
-Vendor = Literal["cpu", "nvidia", "amd"]
-Arch = Literal["cpu", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4"]
-Backend = Literal["cpu", "cuda", "rocm"]
+# Part of the name of a Python function, `register_<backend>_ci`.
+BackendName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+Root = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}){0,7}$")
+]
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]{0,99}$")]
 Capability = Literal["bf16", "fp8", "fp8_fnuz", "mxfp8", "mxfp4", "nvfp4", "rdma", "nvlink"]
 HostCapability = Literal["rdma", "nvlink"]
 CadenceName = Literal["regular", "nightly", "weekly", "release"]
@@ -50,6 +53,7 @@ ARCH_VENDOR: dict[str, str] = {
     **dict.fromkeys(("cdna2", "cdna3", "cdna4"), "amd"),
 }
 CPU_WORKERS = 2
+DEFAULT_ROOT = "tests"
 
 
 class Entry(BaseModel):
@@ -70,11 +74,26 @@ class ReasonOnly(Entry):
     reason: Reason
 
 
+class Backend(Entry):
+    """Devices that the harness does not know itself; declared with `register_<name>_ci`.
+
+    `devices` and `health` are commands that print one JSON object; docs/ci/registry.md says which. `visible` is the
+    variable that shows a process the devices of its lease, as indices.
+    """
+
+    vendor: Name
+    architectures: list[Name] = Field(min_length=1)
+    visible: Variable
+    devices: list[Line] = Field(min_length=1, max_length=32)
+    health: list[Line] = Field(min_length=1, max_length=32)
+    workflow: Literal["own"] = Field(description="no workflow is generated for its suites: the project has its own")
+
+
 class Hardware(Entry):
     """One accelerator model. `memory_gib` is a usable lower bound, not the number on the box."""
 
-    vendor: Vendor
-    arch: Arch
+    vendor: Name
+    arch: Name
     sm: int | None = Field(None, ge=50, le=200, description="CUDA compute capability times ten; NVIDIA only")
     gfx: str | None = Field(None, pattern=r"^gfx[0-9a-f]{3,5}$", description="LLVM target; AMD only")
     memory_gib: int = Field(0, ge=0, le=4096)
@@ -97,7 +116,7 @@ class Suite(Entry):
     """Tests that need the same machine at the same stage. GPU suites name pools; CPU suites `runs_on`."""
 
     tier: Literal["a", "b", "c"]
-    backend: Backend
+    backend: BackendName
     hardware: list[Name] = Field(min_length=1)
     gpus: int = Field(0, ge=0, le=64)
     pools: list[Name] = []
@@ -206,6 +225,10 @@ class Fleet(Entry):
         f"miles-ci=={__version__}",
         description="where generated workflows take the harness from: ./FOLDER of this repository, or NAME==VERSION",
     )
+    roots: list[Root] = Field(
+        default=[DEFAULT_ROOT], min_length=1, max_length=16, description="folders that hold tests"
+    )
+    backends: dict[BackendName, Backend] = {}
     approval_app: int | None = Field(
         None,
         ge=1,
@@ -220,6 +243,19 @@ class Fleet(Entry):
     images: dict[Name, Image] = {}
     retry: dict[Name, RetryRule] = {}
     notify: dict[Name, Notification] = {}
+
+    def vendor_of(self, backend: str) -> str | None:
+        """Whose devices a backend drives; None when there is no such backend."""
+        added = self.backends.get(backend)
+        return added.vendor if added is not None else VENDOR_OF_BACKEND.get(backend)
+
+    def selection_rules(self) -> SelectionRules:
+        """The written rules, and that nothing is inert below a test root."""
+        return self.selection.model_copy(update={"code": [*self.selection.code, *self.roots]})
+
+    def device_backends(self) -> list[str]:
+        """Every backend with devices: those that are always there, then those that this registry adds."""
+        return [*(name for name in VENDOR_OF_BACKEND if name != "cpu"), *self.backends]
 
     def models_of(self, name: str) -> tuple[str, ...]:
         """Hardware models that a model or architecture name stands for; empty when unknown."""

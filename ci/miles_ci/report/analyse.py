@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from miles_ci.errors import CiError
 from miles_ci.report.untrusted import SeenShard, SeenTest
+from miles_ci.run.judge.signature import mask
 from miles_ci.run.results import DIED
 
 SLOWEST = 5
@@ -101,7 +102,7 @@ def failed_tests(shard: SeenShard) -> list[FailedTest]:
         if not test.failures:
             message = test.message or test.outcome
             # Without a traceback the outcome and its cause are the signature.
-            signature = f"{test.outcome}:{test.cause}" if test.cause else f"{test.outcome}:{message[:60]}"
+            signature = f"{test.outcome}:{test.cause}" if test.cause else f"{test.outcome}:{mask(message)[:60]}"
             found.append(
                 FailedTest(shard.suite, shard.shard, test.path, test.path, test.outcome, message, signature, category)
             )

@@ -47,6 +47,8 @@ class Analysis:
     tags: tuple[str, ...] = ()
     related_pr: int | None = None
     evidence_refs: tuple[str, ...] = ()
+    # Of the failure itself: never an analyst's claim.
+    signature: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Joins the results of all shards of a plan and proves that every planned test was observed.
 
-Never executed = planned and not observed; a file of which `--file` ran some nodes only is not observed. Also errors: a result
+Never executed = planned and not observed; a file of which `--file` ran some nodes only is not observed, and an item
+that pytest made and did not run is never executed though its file was. Also errors: a result
 nobody planned, two results for one unit, a result of another plan, and an empty observed set.
 """
 
@@ -17,7 +18,7 @@ from miles_ci.run.results import ShardResults
 
 @dataclass(frozen=True)
 class Merged:
-    """`never_executed`: planned units without an observation. `faults`: what else is wrong, one sentence each.
+    """`never_executed`: planned units without an observation, and single items that did not run, with the reason. `faults`: what else is wrong, one sentence each.
     `skipped`: suites that were not started, with the reason given by the caller."""
 
     shards: tuple[ShardResults, ...]
@@ -85,6 +86,12 @@ def merge(
     never_executed = sorted(
         f"{suite}: {unit} (shard {planned[suite, unit]})" for suite, unit in planned.keys() - seen.keys()
     )
+    never_executed += sorted(
+        f"{shard.info.suite}: {node} ({who})"
+        for shard in taken
+        for test in shard.tests
+        for node, who in test.never_executed.items()
+    )
     observed = sum(
         (shard.info.suite, test.unit) in planned
         and test.outcome not in (results.NOT_RUN, results.CANCELLED)
@@ -123,5 +130,11 @@ def text(merged: Merged) -> str:
     lines = [f"NEVER RUN    {name}" for name in merged.never_executed]
     lines += [f"FAULT        {fault}" for fault in merged.faults]
     lines += [f"SKIPPED      suite {name}: {why}" for name, why in merged.skipped.items()]
+    lines += [
+        f"LEFT OUT     {shard.info.suite}: {node} ({why})"
+        for shard in merged.shards
+        for test in shard.tests
+        for node, why in test.allowed.items()
+    ]
     lines.append(f"planned {merged.planned}, observed {merged.observed}, never executed {len(merged.never_executed)}")
     return "\n".join(lines)

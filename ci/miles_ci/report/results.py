@@ -85,6 +85,8 @@ def _lines_of(test: TestResult) -> list[str]:
     elif _only_xfailed(test):
         count = sum(outcome == "xfailed" for outcome in test.nodes.values())
         lines.append(f"{'XFAILED':<12} {test.unit}: {count} test(s) failed as expected, none passed")
+    lines.extend(f"NEVER RUN    {node}: {who}" for node, who in test.never_executed.items())
+    lines.extend(f"LEFT OUT     {node}: {why}" for node, why in test.allowed.items())
     for attempt in test.attempts:
         lines.extend(f"LEAKED       {test.unit}: {left}" for left in attempt.leaked)
     lines.extend(

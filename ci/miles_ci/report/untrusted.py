@@ -137,7 +137,7 @@ def _metric(entry: Any, path: str, what: str) -> SeenFailure | None:
         _text(data.get("metric"), f"{what}: metric", 200),
         _text(data.get("message", ""), f"{what}: metric"),
     )
-    return SeenFailure(f"{path} (metric {metric})", f"metric bound: {message}", f"metric:{metric}"[:16])
+    return SeenFailure(f"{path} (metric {metric})", f"metric bound: {message}", f"metric:{metric}")
 
 
 def _failure(entry: Any, what: str) -> SeenFailure:

@@ -14,6 +14,7 @@ from miles_ci.plan.model import Unit
 from miles_ci.plan.slots import start_order
 from miles_ci.run import results
 from miles_ci.run.devices import health
+from miles_ci.run.devices.added import DeviceBackend
 from miles_ci.run.devices.dispatch import dispatch
 from miles_ci.run.devices.inventory import Device, with_visibility
 from miles_ci.run.devices.slots import Lease, LeaseManager, Request, check_requests, lease_environment
@@ -41,7 +42,7 @@ def run(shard: ShardRun, keeper: MetricJudge, devices: Sequence[Device]) -> None
 class _GpuForm:
     def __init__(self, shard: ShardRun, keeper: MetricJudge, manager: LeaseManager) -> None:
         self._shard, self._keeper, self._manager = shard, keeper, manager
-        self._backend = shard.job.info.backend
+        self._backend: DeviceBackend = shard.job.backend or shard.job.info.backend
         self._healthy: set[str] = set()
 
     def run_all(self, units: Sequence[Unit]) -> None:

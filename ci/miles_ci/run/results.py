@@ -82,6 +82,8 @@ class TestResult:
     `subtests`: how many of an item's subtests ended how.
     `reruns`: outcomes of repetitions that only tell flaky from broken.
     `tolerated`: why a bad outcome does not block (declared reason), else empty.
+    `never_executed`: items that pytest made and did not run -> by whom left out; `allowed`: those of which the
+    declaration says so, with its reason.
     `only`: the nodes to which `--file` narrowed it, so that it says nothing about the whole unit; else empty."""
 
     __test__ = False
@@ -100,10 +102,16 @@ class TestResult:
     subtests: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     reruns: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    never_executed: Mapping[str, str] = field(default_factory=dict)
+    allowed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def blocks(self) -> bool:
-        return (self.outcome in _EXIT and not self.tolerated) or any(metric.blocks for metric in self.metrics)
+        return (
+            (self.outcome in _EXIT and not self.tolerated)
+            or bool(self.never_executed)
+            or any(metric.blocks for metric in self.metrics)
+        )
 
     @property
     def wall_s(self) -> float:
@@ -111,6 +119,8 @@ class TestResult:
 
     def exit_code(self) -> int:
         codes = [] if self.tolerated else [_EXIT.get(self.outcome, ExitCode.OK)]
+        if self.never_executed:
+            codes.append(ExitCode.NEVER_EXECUTED)
         if any(metric.blocks for metric in self.metrics):
             codes.append(ExitCode.METRIC_BOUND)
         return combine_exit_codes(codes)
@@ -199,6 +209,7 @@ class ShardResults:
                     "outcome": test.outcome,
                     "nodes": dict(test.nodes),
                     "only": list(test.only),
+                    "never_executed": dict(test.never_executed),
                 }
                 for test in sorted(self.tests, key=lambda test: test.unit)
                 if test.outcome not in (NOT_RUN, CANCELLED)

@@ -14,6 +14,7 @@ from miles_ci.history.corridor import MetricVerdict
 from miles_ci.plan.model import Unit
 from miles_ci.run import results
 from miles_ci.run.console import Console
+from miles_ci.run.devices.added import AddedBackend
 from miles_ci.run.judge import judge, never_executed
 from miles_ci.run.judge.judge import Judgement, ProcessEvidence
 from miles_ci.run.judge.pytest_events import Failure, FileEvidence
@@ -29,6 +30,7 @@ class ShardJob:
     """What to run and where. `env` is the environment tests inherit; `timeout_s` limits the whole shard.
 
     `wait_memory_s`: how long to wait for a device to be empty before its test is an infra failure.
+    `backend`: of a suite whose backend the registry adds.
     """
 
     root: Path
@@ -41,6 +43,7 @@ class ShardJob:
     timeout_s: float = 3600.0
     workers: int = pytest_process.CPU_WORKERS
     wait_memory_s: float = 120.0
+    backend: AddedBackend | None = None
 
 
 @dataclass
@@ -111,7 +114,7 @@ class ShardRun:
         if evidence is None or unit.nodes or evidence.skipped_whole is not None or evidence.collection_failures:
             return []
         with contextlib.suppress(SyntaxError):
-            return never_executed.find(self._sources.get(unit.path, ""), [*evidence.items, *unit.deselect])
+            return never_executed.find(self._sources.get(unit.path, ""), [*evidence.items, *evidence.left_out])
         return []
 
 
@@ -175,6 +178,7 @@ def finish(
     elif unit.unstable and final in (results.FAILED, results.ERROR, results.TIMEOUT, results.INFRA):
         final, tolerated = results.UNSTABLE_FAILED, unit.unstable
     evidence = FileEvidence() if process is None else process.observed.files.get(unit.path, FileEvidence())
+    missing, allowed = never_executed.left_out(unit, evidence)
     return results.TestResult(
         unit=unit.id,
         path=unit.path,
@@ -189,6 +193,8 @@ def finish(
         node_ms={node: round(item.seconds * 1000) for node, item in evidence.items.items()},
         subtests={node: dict(item.subtests) for node, item in evidence.items.items() if item.subtests},
         only=unit.only,
+        never_executed=missing,
+        allowed=allowed,
     )
 
 

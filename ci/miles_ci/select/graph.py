@@ -98,7 +98,7 @@ class Graph:
                 if f"{folder}/{special}" in self.files:
                     targets.add(f"{folder}/{special}")
             folder = folder.rpartition("/")[0]
-        if "conftest.py" in self.files and path.startswith("tests/"):
+        if "conftest.py" in self.files and (path.startswith("tests/") or path.rpartition("/")[2].startswith("test_")):
             targets.add("conftest.py")
         targets.discard(path)
         for target in targets:

@@ -12,7 +12,7 @@ from pathlib import Path
 from miles_ci.errors import ExitCode
 from miles_ci.registry import Fleet
 from miles_ci.workflows import generate
-from miles_ci.workflows.gates import prove_gates
+from miles_ci.workflows.guards import prove_guards
 from miles_ci.workflows.lint import lint
 from miles_ci.workflows.model import load_all
 from miles_ci.workflows.tools import run_tools
@@ -31,14 +31,14 @@ def check(root: Path, fleet: Fleet, *, require_tools: bool = False, say: Callabl
     say(f"simulator          {sum(report.tried.values()):,} states, {len(report.violations)} violations")
     for violation in report.violations:
         say(violation.text())
-    legs, ungated = prove_gates(workflows, fleet)
-    say(f"approval gates     {legs} legs on machines of ours, {len(ungated)} violations")
-    for violation in ungated:
+    legs, unguarded = prove_guards(workflows, fleet)
+    say(f"approval guards    {legs} legs on machines of ours, {len(unguarded)} violations")
+    for violation in unguarded:
         say(violation.text())
     tools = run_tools(root)
     for tool in tools:
         say(tool.text())
-    bad = bool(findings or report.violations or ungated) or any(tool.status == "findings" for tool in tools)
+    bad = bool(findings or report.violations or unguarded) or any(tool.status == "findings" for tool in tools)
     if bad or (require_tools and any(tool.status == "not run" for tool in tools)):
         return ExitCode.CONFIG
     if generate.drift(fleet, root):

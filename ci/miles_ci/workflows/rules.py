@@ -109,7 +109,7 @@ def _pr_rules(fleet: Fleet, backends: tuple[str, ...], builds: bool) -> dict[str
             (*base, *needed_roots, "resolve-deps", *build), counts, cadences, image=builds,
         )  # fmt: skip
     for suite in suites:
-        # A hosted CPU stage needs nobody's leave; every machine of ours needs the gate, whatever its backend.
+        # A hosted CPU stage needs nobody's leave; every machine of ours needs the guard, whatever its backend.
         rules[suite] = _stage_rule(fleet, suite, base if suite in self_hosted_suites(fleet) else ("plan",))
     rules["required-check"] = ALWAYS
     return rules

@@ -8,5 +8,15 @@ from miles.rollout.rewards.config import RewardConfig
 from miles.rollout.rewards.function import Decoder, RewardContext, RewardFn, WorkerCall
 from miles.rollout.rewards.kinds import build_reward
 from miles.rollout.rewards.pool import RewardPool
+from miles.rollout.rewards.shaping import shape_rewards
 
-__all__ = ["Decoder", "RewardConfig", "RewardContext", "RewardFn", "RewardPool", "WorkerCall", "build_reward"]
+__all__ = [
+    "Decoder",
+    "RewardConfig",
+    "RewardContext",
+    "RewardFn",
+    "RewardPool",
+    "WorkerCall",
+    "build_reward",
+    "shape_rewards",
+]

@@ -9,6 +9,23 @@ from pydantic import Field
 from miles.config import StrictModel
 
 
+class OverlongConfig(StrictModel):
+    """DAPO's soft punishment: 0 up to `buffer_tokens` below `rollout.max_new_tokens`, then falling to -`penalty` there."""
+
+    buffer_tokens: int = Field(ge=1)
+    penalty: float = Field(1.0, gt=0)
+
+
+class LengthNormalisedConfig(StrictModel):
+    """Of the answers to one prompt, shorter ones are worth more: `weight` times 0.5 (shortest) to -0.5 (longest).
+
+    An answer whose judged reward is below `solved_from` gains nothing by being short.
+    """
+
+    weight: float = Field(gt=0)
+    solved_from: float = 1.0
+
+
 class RewardConfig(StrictModel):
     """`kind` picks the function, `options` are its own (see `miles.rollout.rewards.kinds`)."""
 
@@ -34,3 +51,11 @@ class RewardConfig(StrictModel):
     # What a failing function or a value that is no finite number does: stop the run, or mask that sample. `auto`:
     # mask where only the model's text can be the cause (math_boxed, regex, the task's own scorer), else raise.
     on_error: Literal["auto", "raise", "mask"] = "auto"
+    # Added to what was judged, in training alone.
+    overlong: OverlongConfig | None = None
+    length_normalised: LengthNormalisedConfig | None = None
+
+    @property
+    def shapes(self) -> bool:
+        """Something is added to judged rewards."""
+        return self.overlong is not None or self.length_normalised is not None

@@ -7,6 +7,7 @@ of the samples is raised.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,12 @@ class RewardPool:
             self._processes = WorkerProcesses(fn.worker, memory_gib=fn.worker.memory_gib or config.memory_gib)
         self._slots = asyncio.Semaphore(at_once)
         self.errors = 0
+
+    def counting_apart(self) -> RewardPool:
+        """The same function, processes and slots with a count of errors of its own; closing it is this pool's part."""
+        other = copy.copy(self)
+        other.errors = 0
+        return other
 
     def start(self) -> None:
         """Start what worker processes are copied from; returns at once."""

@@ -40,7 +40,9 @@ def test_a_foreign_repository_gets_a_registry_that_lints_clean_plans_and_runs_a_
         return done.stdout
 
     assert "registry.yaml" in call("init")
-    assert "0 error(s), 0 warning(s)" in call("lint")
+    untested = environment.run("miles-ci", "lint", cwd=foreign)
+    assert untested.returncode == 2
+    assert "error[no-test-files] roots: 'tests' no such folder" in untested.stdout
     (foreign / "tests/fast").mkdir(parents=True)
     test = "from acme import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n"
     (foreign / "tests/fast/test_add.py").write_text(test)
@@ -55,6 +57,8 @@ def test_a_foreign_repository_gets_a_registry_that_lints_clean_plans_and_runs_a_
 
 
 def test_workflows_of_a_foreign_repository_install_the_harness_by_its_version(environment, foreign) -> None:
+    (foreign / "tests/fast").mkdir(parents=True)
+    (foreign / "tests/fast/test_add.py").write_text("def test_add():\n    assert 1 + 2 == 3\n")
     for words in (["init"], ["generate"], ["lint", "--workflows"]):
         done = environment.run("miles-ci", *words, cwd=foreign)
         assert done.returncode == 0, done.stdout + done.stderr

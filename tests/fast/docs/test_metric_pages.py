@@ -14,10 +14,10 @@ from miles.config import metric_table
 from miles.config.metric_names import METRICS
 
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in all_pages()}
-KNOWN = METRICS | {metric.name for metric in (*metric_table.PATTERNS, *metric_table.FINAL)}
+KNOWN = METRICS | {metric.name for metric in (*metric_table.PATTERNS, *metric_table.EVALUATION)}
 GROUPS = {name.partition("/")[0] for name in KNOWN}
 # As the title of a group of metrics, `rollout/*`; `<part>` and `<reason>` are the user's.
-METRIC = re.compile(rf"({'|'.join(sorted(GROUPS))})/([a-z0-9_/]+|[a-z_/]*<[a-z]+>)")
+METRIC = re.compile(rf"({'|'.join(sorted(GROUPS))})/[a-z0-9_/<>]+")
 
 
 def unknown_metrics(page: Page) -> Iterator[str]:
@@ -34,7 +34,7 @@ def test_metrics_that_a_page_names_exist(name: str) -> None:
 
 def test_a_metric_that_does_not_exist_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("`train/entropy`, `train/entropie`, `rollout/refused/zero_std`, `eval/solved_frac`\n")
+    page.write_text("`train/entropy`, `train/entropie`, `rollout/refused/zero_std`, `eval/<set>/pass_at_<k>`\n")
     assert [fault.rpartition(": ")[2] for fault in unknown_metrics(read_page(page))] == ["train/entropie is no metric"]
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_ci.bot.github import Client, GitHubError
-from miles_ci.bot.marker import ours
+from miles_ci.bot.marker import Marker
 from miles_ci.bot.rerun.comment import running_body
 from miles_ci.bot.rerun.request import Request
+from miles_ci.bot.rerun.state import write_state
 
 
 @dataclass(frozen=True)
@@ -20,27 +21,13 @@ class Announced:
     note: str = ""
 
 
-def find_comment(client: Client, pull_number: int, bot_id: int, request_id: str) -> dict[str, Any] | None:
-    """Our comment of a request, over all pages."""
-    comments = client.pages(f"{{repo}}/issues/{pull_number}/comments")
-    found = ours(comments, bot_id, "rerun", request_id)
-    return dict(found[0][0]) if found else None
-
-
 def announce(client: Client, request: Request, *, run_id: int, attempt: int, run_url: str, bot_id: int) -> Announced:
-    """Create or reuse the one comment of this request. Safe to repeat."""
+    """Create or reuse the one comment of this request. Safe to repeat; never takes back a newer or final state."""
     body = running_body(request, run_id, attempt, run_url)
-
-    def proof() -> dict[str, Any] | None:
-        return find_comment(client, request.pull_number, bot_id, request.request_id)
-
-    existing = proof()
-    if existing is None:
-        comment = client.post(f"{{repo}}/issues/{request.pull_number}/comments", {"body": body}, proof=proof)
-    else:
-        comment = client.patch(f"{{repo}}/issues/comments/{existing['id']}", {"body": body})
+    marker = Marker("rerun", request.request_id, run_id, attempt, "running", request.head_sha)
+    written = write_state(client, request, marker, body, bot_id=bot_id)
     check_id, note = start_check(client, request, run_url)
-    return Announced(comment["id"], check_id, note)
+    return Announced(written.comment_id, check_id, note)
 
 
 def start_check(client: Client, request: Request, run_url: str) -> tuple[int, str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from miles_ci.bot.access import read_pull
 from miles_ci.bot.github import CHECK_LIMIT, Client, GitHubError, clip
-from miles_ci.bot.marker import parse_marker
-from miles_ci.bot.rerun.announce import find_comment
+from miles_ci.bot.marker import Marker
 from miles_ci.bot.rerun.comment import Row, final_body
 from miles_ci.bot.rerun.request import Request
+from miles_ci.bot.rerun.state import write_state
 from miles_ci.bot.rerun.verdict import RerunVerdict, verdict
 from miles_ci.bot.runs import JobInfo, artifact_files, jobs_of, leg_of
 from miles_ci.report.untrusted import BadArtifact, SeenShard, read_shard
@@ -107,27 +106,22 @@ def report(
 ) -> str:
     """Write the terminal state; returns what was done, in words. Repeating it changes nothing.
 
-    A newer attempt's marker wins: an older finaliser stays silent. A deleted or lost comment is searched for
-    and, if it is gone, replaced by one terminal comment.
+    What stands wins over us when it is of a newer attempt or final (see `state`); a deleted comment is replaced by one
+    terminal comment. The check run gets the state that stands, unless a newer attempt has it.
     """
     judged = finding.verdict if state is None else RerunVerdict(state, finding.verdict.reason)
     superseded = _superseded(client, request)
     body = final_body(
         request, run_id, attempt, run_url, judged, list(finding.rows), superseded=superseded, notes=finding.notes
     )
-    comment = _read_comment(client, comment_id) or find_comment(client, request.pull_number, bot_id, request.request_id)
-    if comment is not None:
-        marker = parse_marker(comment.get("body"))
-        if marker is not None and (marker.run, marker.attempt) != (run_id, attempt) and marker.attempt > attempt:
-            return "silent: a newer attempt writes this comment"
-        if comment.get("body") == body:
-            done = "unchanged"
-        else:
-            done = _patch_or_create(client, request, int(comment["id"]), body, bot_id)
-    else:
-        done = _create(client, request, body, bot_id)
-    note = _finish_check(client, check_id, judged, body)
-    return f"{done}{'; ' + note if note else ''}"
+    marker = Marker("rerun", request.request_id, run_id, attempt, judged.state, request.head_sha)
+    written = write_state(client, request, marker, body, bot_id=bot_id, comment_id=comment_id)
+    stands = written.standing
+    if (stands.run, stands.attempt) != (run_id, attempt):
+        return written.done
+    final = judged if stands.state == judged.state else RerunVerdict(stands.state)
+    note = _finish_check(client, check_id, final, body if final is judged else "See the comment.")
+    return f"{written.done}{'; ' + note if note else ''}"
 
 
 def _superseded(client: Client, request: Request) -> bool:
@@ -135,39 +129,6 @@ def _superseded(client: Client, request: Request) -> bool:
         return read_pull(client, request.pull_number).head_sha != request.head_sha
     except GitHubError:
         return False
-
-
-def _read_comment(client: Client, comment_id: int) -> dict[str, Any] | None:
-    if comment_id <= 0:
-        return None
-    try:
-        return dict(client.get(f"{{repo}}/issues/comments/{comment_id}"))
-    except GitHubError as error:
-        if error.status in (404, 410):
-            return None
-        raise
-
-
-def _patch_or_create(client: Client, request: Request, comment_id: int, body: str, bot_id: int) -> str:
-    try:
-        client.patch(f"{{repo}}/issues/comments/{comment_id}", {"body": body})
-        return f"edited comment {comment_id}"
-    except GitHubError as error:
-        if error.status not in (404, 410):
-            raise
-    again = find_comment(client, request.pull_number, bot_id, request.request_id)
-    if again is not None and again["id"] != comment_id:
-        client.patch(f"{{repo}}/issues/comments/{again['id']}", {"body": body})
-        return f"edited comment {again['id']}"
-    return _create(client, request, body, bot_id)
-
-
-def _create(client: Client, request: Request, body: str, bot_id: int) -> str:
-    def proof() -> dict[str, Any] | None:
-        return find_comment(client, request.pull_number, bot_id, request.request_id)
-
-    created = client.post(f"{{repo}}/issues/{request.pull_number}/comments", {"body": body}, proof=proof)
-    return f"created comment {created['id']}"
 
 
 _CONCLUSION = {"passed": "success", "failed": "failure", "cancelled": "cancelled", "lost": "cancelled"}

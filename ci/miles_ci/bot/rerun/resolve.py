@@ -13,6 +13,7 @@ from pathlib import Path
 from miles_ci.bot.directives import dependency_of
 from miles_ci.bot.rerun.request import Request
 from miles_ci.declare.tree import scan_tree
+from miles_ci.declare.vocabulary import Vocabulary
 from miles_ci.errors import UsageError, suggestion
 from miles_ci.registry import Fleet
 from miles_ci.registry.hosted import is_hosted
@@ -38,7 +39,8 @@ def registrations(root: Path, fleet: Fleet, test_file: str) -> list[Registration
     path = root / test_file
     if not path.is_file() or path.is_symlink():
         raise UsageError(f"{test_file} does not exist at this commit")
-    catalog = build_catalog(scan_tree(root), fleet, observed=lambda path, suite: True)
+    scan = scan_tree(root, roots=fleet.roots, vocabulary=Vocabulary.adding(list(fleet.backends)))
+    catalog = build_catalog(scan, fleet, observed=lambda path, suite: True)
     fault = next((item for item in catalog.faults if item.path == test_file), None)
     if fault is not None:
         raise UsageError("\n".join(error.text() for error in fault.errors))
@@ -83,6 +85,8 @@ def _leg(fleet: Fleet, item: Registration) -> Leg | str:
     if item.declaration.disabled is not None:
         return f"{item.suite}: disabled: {item.declaration.disabled.reason}"
     minutes = -(-suite.timeout_s // 60) + EXTRA_MINUTES
+    if suite.backend in fleet.backends:
+        return f"{item.suite}: suites of backend '{suite.backend}' are run by a workflow of the project's own"
     if suite.backend == "cpu":
         return Leg(item.suite, "cpu", "cpu", tuple(suite.runs_on), minutes)
     enabled = fleet.enabled_pools(item.suite)

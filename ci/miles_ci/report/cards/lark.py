@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from miles_ci.report.cards.model import Card, RowGroup, reason_text, skipped_lines, totals
+from miles_ci.report.cards.model import Card, RowGroup, hidden_text, reason_text, skipped_lines, totals
 from miles_ci.report.escape import one_line
 from miles_ci.report.strict_json import StrictJsonError, loads
 
 LIMIT = 20_480
 SHORT_REASON = 120
 MAX_TESTS = 10
+FEWER_LINKS = (160, 120, 80, 40, 20, 10)
 _COLOUR = {"success": "green", "failure": "red", "cancelled": "grey"}
 RETRY_CODES = {11232}
 FINAL_CODES = {
@@ -55,10 +56,14 @@ class Shape:
     tests: int = MAX_TESTS
     reason: int = 280
     groups: int | None = None
+    links: int | None = None
 
 
 def _group(group: RowGroup, shape: Shape) -> dict[str, Any]:
-    links = " ".join(f"[{escape(job.name, 80)}]({job.url})" if job.url else escape(job.name, 80) for job in group.jobs)
+    linked = group.jobs[: shape.links]
+    links = " ".join(f"[{escape(job.name, 80)}]({job.url})" if job.url else escape(job.name, 80) for job in linked)
+    if len(linked) < len(group.jobs):
+        links += f" … and {len(group.jobs) - len(linked)} more jobs"
     lines = [f"**{len(group.jobs)} x** {links}" if len(group.jobs) > 1 else links]
     shown = group.analyses[: shape.tests]
     for item in shown:
@@ -79,8 +84,7 @@ def build(card: Card, shape: Shape | None = None) -> dict[str, Any]:
     elements += [_group(group, shape) for group in shown]
     hidden = card.groups[len(shown) :]
     if hidden:
-        count = sum(len(group.jobs) for group in hidden)
-        elements.append({"tag": "markdown", "content": f"+ {count} jobs in {len(hidden)} groups"})
+        elements.append({"tag": "markdown", "content": hidden_text(hidden)})
     if shape.groups is None:
         extra = [f"never executed: {escape(name)}" for name in card.report.never_executed[:MAX_TESTS]]
         extra += [f"skipped {escape(line)}" for line in skipped_lines(card.report.skipped)]
@@ -98,11 +102,13 @@ def build(card: Card, shape: Shape | None = None) -> dict[str, Any]:
 def request(card: Card, timestamp: int, secret: str | None, *, limit: int = LIMIT) -> bytes:
     """The whole signed request as UTF-8 JSON of at most `limit` bytes.
 
-    Shortened in this order: test lists, reasons to 120 characters, trailing groups; totals and the run link
-    remain in every case.
+    Shortened in this order: test lists, reasons to 120 characters, trailing groups, links of the first group; totals
+    and the run link remain in every case.
     """
     shapes = [Shape(), Shape(tests=3), Shape(tests=1), Shape(tests=1, reason=SHORT_REASON)]
-    shapes += [Shape(tests=1, reason=SHORT_REASON, groups=count) for count in range(len(card.shown), -1, -1)]
+    shapes += [Shape(tests=1, reason=SHORT_REASON, groups=count) for count in range(len(card.shown), 0, -1)]
+    shapes += [Shape(tests=1, reason=SHORT_REASON, groups=1, links=links) for links in FEWER_LINKS]
+    shapes.append(Shape(tests=1, reason=SHORT_REASON, groups=0))
     data = b""
     for shape in shapes:
         body: dict[str, Any] = {"msg_type": "interactive", "card": build(card, shape)}

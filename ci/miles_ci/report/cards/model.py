@@ -23,7 +23,7 @@ class JobRow:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Jobs that failed in the same way, shown once."""
+    """One root cause, or several of the same jobs, shown once; `analyses` are the distinct claims about it."""
 
     jobs: tuple[JobRow, ...]
     analyses: tuple[Analysis, ...]
@@ -58,23 +58,45 @@ class Card:
     @property
     def more(self) -> str:
         """`+ N jobs in M groups`, empty when everything is shown."""
-        rest = self.groups[MAX_GROUPS:]
-        return f"+ {sum(len(group.jobs) for group in rest)} jobs in {len(rest)} groups" if rest else ""
+        return hidden_text(self.groups[MAX_GROUPS:])
 
 
 def _claim(analysis: Analysis) -> tuple[object, ...]:
-    """What must agree for two jobs to be one row; the job's own id does not."""
+    """What a row says about one test; the job's own id does not count."""
     return (analysis.test_name, analysis.reason, analysis.category, analysis.tags, analysis.related_pr)
 
 
 def group_rows(jobs: Sequence[JobRow]) -> tuple[RowGroup, ...]:
-    """Jobs form a group iff their analyses are equal, not empty, and all available."""
-    groups: dict[tuple[object, ...], list[JobRow]] = {}
+    """One row for each root cause with every job that has it, the row with the most jobs first.
+
+    A cause is a signature (without one, the whole claim). Causes of exactly the same jobs share a row, so a job's own
+    failures stay together; a job that has another job's cause too stands in both rows. Jobs without analyses, or with
+    one that is unavailable, stand alone.
+    """
+    causes: dict[object, tuple[dict[int, None], list[Analysis]]] = {}
+    alone: dict[tuple[int, ...], list[Analysis]] = {}
     for at, job in enumerate(jobs):
-        known = job.analyses and not any(item.reason is UNAVAILABLE for item in job.analyses)
-        key: tuple[object, ...] = tuple(_claim(item) for item in job.analyses) if known else ("alone", at)
-        groups.setdefault(key, []).append(job)
-    return tuple(RowGroup(tuple(rows), rows[0].analyses) for rows in groups.values())
+        if not job.analyses or any(item.reason is UNAVAILABLE for item in job.analyses):
+            alone[(at,)] = list(job.analyses)
+            continue
+        for item in job.analyses:
+            members, claims = causes.setdefault(item.signature or _claim(item), ({}, []))
+            members[at] = None
+            claims.append(item)
+    rows: dict[tuple[int, ...], list[Analysis]] = {}
+    for members, claims in causes.values():
+        rows.setdefault(tuple(members), []).extend(claims)
+    ordered = sorted((rows | alone).items(), key=lambda row: (-len(row[0]), row[0]))
+    return tuple(
+        RowGroup(tuple(jobs[at] for at in members), tuple({_claim(item): item for item in claims}.values()))
+        for members, claims in ordered
+    )
+
+
+def hidden_text(groups: Sequence[RowGroup]) -> str:
+    """`+ N jobs in M groups` for what is not shown; a job in several of them counts once."""
+    jobs = {(job.name, job.url) for group in groups for job in group.jobs}
+    return f"+ {len(jobs)} jobs in {len(groups)} groups" if groups else ""
 
 
 def reason_text(reason: str | Unavailable) -> str:
@@ -88,7 +110,9 @@ def default_analyses(report: Report, suite: str, shard: str) -> tuple[Analysis, 
         for test in group.tests:
             if test.suite == suite and test.shard == shard:
                 first = test.message.strip().split("\n", 1)[0][:280] or test.outcome
-                out.append(Analysis(f"{suite} {shard}", test.node, first, test.category, "high"))
+                out.append(
+                    Analysis(f"{suite} {shard}", test.node, first, test.category, "high", signature=group.signature)
+                )
     return tuple(out)
 
 

@@ -7,13 +7,15 @@ from miles_ci.report.escape import code, markdown
 
 LIMIT = 65_536
 MAX_TESTS = 10
+FEWER_LINKS = (200, 100, 50, 20, 10)
 _SIGN = {"success": "✔", "failure": "✘", "cancelled": "■"}
 
 
-def _group(group: RowGroup) -> list[str]:
-    links = ", ".join(
-        f"[{markdown(job.name, 80)}]({job.url})" if job.url else markdown(job.name, 80) for job in group.jobs
-    )
+def _group(group: RowGroup, most: int | None) -> list[str]:
+    linked = group.jobs[:most]
+    links = ", ".join(f"[{markdown(job.name, 80)}]({job.url})" if job.url else markdown(job.name, 80) for job in linked)
+    if len(linked) < len(group.jobs):
+        links += f" … and {len(group.jobs) - len(linked)} more jobs"
     lines = [f"**{links}**"]
     for item in group.analyses[:MAX_TESTS]:
         tags = f" ({', '.join(item.tags)})" if item.tags else ""
@@ -26,12 +28,12 @@ def _group(group: RowGroup) -> list[str]:
     return [*lines, ""]
 
 
-def blocks(card: Card) -> list[str]:
-    """The card in blocks, most important first; cutting between blocks keeps it readable."""
+def blocks(card: Card, *, links: int | None = None) -> list[str]:
+    """The card in blocks, most important first; cutting between blocks keeps it readable. `links`: most of a row."""
     head = f"### {_SIGN.get(card.result, '?')} {markdown(card.title, 120)}"
     commit = f" at {code(card.commit[:12])}" if card.commit else ""
     out = [f"{head}\n\n**{totals(card.report)}**{commit} · {markdown(card.when, 40)} · [run]({card.url})\n"]
-    out += ["\n".join(_group(group)) for group in card.shown]
+    out += ["\n".join(_group(group, links)) for group in card.shown]
     if card.more:
         out.append(f"{card.more}\n")
     report = card.report
@@ -55,11 +57,15 @@ def blocks(card: Card) -> list[str]:
 
 
 def render(card: Card, *, marker: str = "", limit: int = LIMIT) -> str:
-    """Markdown of at most `limit` characters; the marker and the first block always stay."""
-    parts = ([marker] if marker else []) + blocks(card)
-    text = "\n".join(parts)
-    if len(text) <= limit:
-        return text
+    """Markdown of at most `limit` characters; the marker and the first block always stay.
+
+    A row keeps the links of all its jobs as long as anything does; then rows lose links before the card loses rows.
+    """
+    for links in (None, *FEWER_LINKS):
+        parts = ([marker] if marker else []) + blocks(card, links=links)
+        text = "\n".join(parts)
+        if len(text) <= limit:
+            return text
     note = "… (shortened: see the run)"
     keep = parts[: 2 if marker else 1]
     for part in parts[len(keep) :]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from miles_ci.run.devices import probe_child
+from miles_ci.run.devices.added import AddedBackend, DeviceBackend
 from miles_ci.run.devices.inventory import Device, DeviceUser, occupancy, with_visibility
 
 LIMIT_S = 60.0
@@ -34,7 +35,7 @@ class Health:
 
 def check(
     devices: Sequence[Device],
-    backend: str,
+    backend: DeviceBackend,
     *,
     limit_s: float = LIMIT_S,
     block_bytes: int | None = None,
@@ -43,7 +44,10 @@ def check(
     """Health of these devices and no others, in a child process that is killed after `limit_s` seconds."""
     env = with_visibility(os.environ if environ is None else environ, devices, backend)
     extra = () if block_bytes is None else (str(block_bytes),)
-    answer = probe_child.ask("health", backend, *extra, limit_s=limit_s, environ=env)
+    if isinstance(backend, AddedBackend):
+        answer = backend.ask_health(env, limit_s)
+    else:
+        answer = probe_child.ask("health", backend, *extra, limit_s=limit_s, environ=env)
     if not answer["ok"]:
         return Health(False, answer["error"], int(answer.get("code", -5)))
     if len(answer["devices"]) != len(devices):
@@ -77,13 +81,13 @@ def needed_mib(device: Device, min_memory_gib: float | None) -> int:
 
 def wait_for_memory(
     devices: Sequence[Device],
-    backend: str,
+    backend: DeviceBackend,
     *,
     min_memory_gib: float | None = None,
     wait_s: float = WAIT_S,
     poll_s: float = POLL_S,
     cancelled: Callable[[], bool] = lambda: False,
-    read: Callable[[str], dict[str, tuple[int, tuple[DeviceUser, ...]]]] = occupancy,
+    read: Callable[[DeviceBackend], dict[str, tuple[int, tuple[DeviceUser, ...]]]] = occupancy,
 ) -> tuple[Occupied, ...]:
     """Poll until every device has enough free memory; what still has not after `wait_s` is returned."""
     deadline = time.monotonic() + wait_s

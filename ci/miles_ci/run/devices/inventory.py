@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from miles_ci.errors import CiError, ExitCode, UsageError
 from miles_ci.run.devices import probe_child
+from miles_ci.run.devices.added import AddedBackend, DeviceBackend
 
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
@@ -41,23 +43,29 @@ class DeviceUser:
     command: str
 
 
-def host_devices(backend: str) -> tuple[Device, ...]:
-    """Every device of the host, in PCI order; empty for the cpu backend."""
+def host_devices(backend: DeviceBackend) -> tuple[Device, ...]:
+    """Every device of the host, in PCI order (of an added backend: in its own order); empty for the cpu backend."""
     if backend == "cpu":
         return ()
-    answer = probe_child.ask("occupancy", backend)
+    answer = _ask_devices(backend)
     if not answer["ok"]:
         raise DevicesUnavailable(f"devices of this host cannot be listed: {answer['error']}")
-    found = sorted(answer["devices"], key=lambda entry: entry["bus_id"])
+    found = answer["devices"]
+    if not isinstance(backend, AddedBackend):
+        found = sorted(found, key=lambda entry: entry["bus_id"])
     return tuple(
         Device(index, entry["bus_id"], entry["uuid"], entry["name"], entry["total_mib"])
         for index, entry in enumerate(found)
     )
 
 
-def occupancy(backend: str) -> dict[str, tuple[int, tuple[DeviceUser, ...]]]:
+def _ask_devices(backend: DeviceBackend) -> dict[str, Any]:
+    return backend.ask_devices() if isinstance(backend, AddedBackend) else probe_child.ask("occupancy", backend)
+
+
+def occupancy(backend: DeviceBackend) -> dict[str, tuple[int, tuple[DeviceUser, ...]]]:
     """Bus id -> (free MiB, users), as of now; empty when the driver does not answer."""
-    answer = probe_child.ask("occupancy", backend)
+    answer = _ask_devices(backend)
     return {
         entry["bus_id"]: (
             entry["free_mib"],
@@ -67,7 +75,9 @@ def occupancy(backend: str) -> dict[str, tuple[int, tuple[DeviceUser, ...]]]:
     }
 
 
-def inherited(devices: Sequence[Device], backend: str, environ: Mapping[str, str] | None = None) -> tuple[Device, ...]:
+def inherited(
+    devices: Sequence[Device], backend: DeviceBackend, environ: Mapping[str, str] | None = None
+) -> tuple[Device, ...]:
     """The devices left by the visibility variables this process was started with.
 
     CUDA: indices (PCI order) or UUIDs. ROCm: `ROCR_VISIBLE_DEVICES` first, then `HIP_VISIBLE_DEVICES` counts within
@@ -78,10 +88,16 @@ def inherited(devices: Sequence[Device], backend: str, environ: Mapping[str, str
     if backend == "cpu":
         return ()
     left = tuple(devices)
-    for name in (CUDA,) if backend == "cuda" else (ROCR, HIP):
+    for name in _variables(backend):
         if name in env:
             left = _restrict(left, env[name], name)
     return left
+
+
+def _variables(backend: DeviceBackend) -> tuple[str, ...]:
+    if isinstance(backend, AddedBackend):
+        return (backend.visible,)
+    return (CUDA,) if backend == "cuda" else (ROCR, HIP)
 
 
 def _restrict(devices: tuple[Device, ...], value: str, variable: str) -> tuple[Device, ...]:
@@ -109,10 +125,10 @@ def _named(devices: Sequence[Device], word: str) -> Device | None:
     return matching[0] if len(matching) == 1 else None
 
 
-def visibility(devices: Sequence[Device], backend: str) -> dict[str, str | None]:
+def visibility(devices: Sequence[Device], backend: DeviceBackend) -> dict[str, str | None]:
     """Variables that show a process exactly these devices; None means: remove it.
 
-    CPU: both empty. CUDA: UUIDs. ROCm: host indices in HIP_VISIBLE_DEVICES; ROCR_VISIBLE_DEVICES is removed because
+    CPU: both empty. An added backend: its own variable, the others as on CPU. CUDA: UUIDs. ROCm: host indices in HIP_VISIBLE_DEVICES; ROCR_VISIBLE_DEVICES is removed because
     Ray refuses it beside HIP's, CUDA_VISIBLE_DEVICES because HIP would read it too.
     """
     if backend == "cpu":
@@ -120,10 +136,13 @@ def visibility(devices: Sequence[Device], backend: str) -> dict[str, str | None]
     if backend == "cuda":
         uuids = ",".join(device.uuid for device in devices)
         return {CUDA: uuids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", HIP: None, ROCR: None}
-    return {HIP: ",".join(str(device.index) for device in devices), CUDA: None, ROCR: None}
+    indices = ",".join(str(device.index) for device in devices)
+    if isinstance(backend, AddedBackend):
+        return {backend.visible: indices, CUDA: "", HIP: "", ROCR: None}
+    return {HIP: indices, CUDA: None, ROCR: None}
 
 
-def with_visibility(environ: Mapping[str, str], devices: Sequence[Device], backend: str) -> dict[str, str]:
+def with_visibility(environ: Mapping[str, str], devices: Sequence[Device], backend: DeviceBackend) -> dict[str, str]:
     """A copy of an environment that shows exactly these devices."""
     env = dict(environ)
     for name, value in visibility(devices, backend).items():

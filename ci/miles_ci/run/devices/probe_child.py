@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+MAX_ANSWER_BYTES = 1 << 20
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 _BOOT = f"import sys; sys.path.insert(0, {_PACKAGE_PARENT!r}); from miles_ci.run.devices.probe import main; main()"
 
@@ -42,6 +46,69 @@ def ask(
         detail = errors.decode(errors="replace").strip().splitlines()[-1:] or [f"exit {process.returncode}"]
         return {"ok": False, "code": -5, "error": f"the probe died: {detail[0]}"}
     return answer
+
+
+def ask_command(
+    command: Sequence[str], *, cwd: Path, limit_s: float = 60.0, environ: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The JSON object that a command of the project prints, or `{"ok": False, "error": ...}`. Never raises."""
+    try:
+        process = subprocess.Popen(
+            list(command),
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            env=dict(os.environ if environ is None else environ),
+            start_new_session=True,
+        )
+    except OSError as error:
+        return {"ok": False, "error": f"{command[0]} cannot be started: {error.strerror or error}"}
+    try:
+        output = _bounded(process, time.monotonic() + limit_s)
+    except _NoAnswer as error:
+        return {"ok": False, "error": str(error).format(limit=limit_s)}
+    finally:
+        # Whatever it started goes with it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=2)
+        if process.stdout is not None:
+            process.stdout.close()
+    if process.returncode != 0:
+        return {"ok": False, "error": f"exit code {process.returncode}"}
+    try:
+        answer = json.loads(output)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        return {"ok": False, "error": f"it printed no JSON object: {output[:80]!r}"}
+    return answer
+
+
+class _NoAnswer(Exception):
+    pass
+
+
+def _bounded(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+    """All that the process prints until it ends."""
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    output = b""
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise _NoAnswer("no answer within {limit:g} s")
+        if select.select([process.stdout], [], [], min(left, 0.5))[0]:
+            piece = os.read(process.stdout.fileno(), 1 << 16)
+            output += piece
+            if len(output) > MAX_ANSWER_BYTES:
+                raise _NoAnswer(f"more than {MAX_ANSWER_BYTES} bytes printed")
+            if not piece and process.poll() is not None:
+                return output
+            if not piece:
+                time.sleep(0.01)
 
 
 def visible_count(backend: str, *, environ: Mapping[str, str] | None = None) -> int:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_ci.errors import UsageError
+from miles_ci.run.devices.added import AddedBackend, DeviceBackend
 from miles_ci.run.devices.inventory import Device
 from miles_ci.run.devices.locks import LeaseError, open_lock, read_json, try_lock, write_json
 from miles_ci.run.devices.temporary import make_folder, remove_abandoned
@@ -277,10 +278,12 @@ class LeaseManager:
             self._ticket = None
 
 
-def lease_environment(lease: Lease, backend: str) -> dict[str, str]:
+def lease_environment(lease: Lease, backend: DeviceBackend) -> dict[str, str]:
     """Variables that tell a test what it was given (visibility variables are `devices.visibility`)."""
+    added = backend if isinstance(backend, AddedBackend) else None
     description = {
-        "backend": backend,
+        "backend": added.name if added else backend,
+        **({"visible": added.visible} if added else {}),
         "devices": [device.bus_id for device in lease.devices],
         "ports": [lease.port_base, lease.port_base + PORTS_PER_LEASE],
     }

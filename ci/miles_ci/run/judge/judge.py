@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from miles_ci.plan.model import Unit
 from miles_ci.run import results
-from miles_ci.run.judge.never_executed import NeverExecuted
+from miles_ci.run.judge.never_executed import NeverExecuted, left_out
 from miles_ci.run.judge.pytest_events import (
     CRASH,
     Failure,
@@ -153,6 +153,10 @@ def _of_file(
             return Judgement(results.ERROR, wrong)
     if unfinished:
         return Judgement(results.ERROR, f"{len(unfinished)} test(s) never reported a result, first {unfinished[0]}")
+    missing, _ = left_out(unit, evidence)
+    if missing:
+        first, more = next(iter(missing.items())), f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        return Judgement(results.ERROR, f"never executed: {first[0]}: {first[1]}{more}")
     if never_executed:
         more = f" (and {len(never_executed) - 1} more)" if len(never_executed) > 1 else ""
         return Judgement(results.ERROR, f"never executed: {never_executed[0].text()}{more}")

@@ -1,6 +1,7 @@
 """Tests that look alive in the source and never run: found by comparing the source with what pytest collected.
 
-Four kinds: a test function that pytest did not collect (a TestCase under a custom main, a class with `__init__` or of
+Of single items (a parameter, a method) the runner knows by itself: `left_out` tells which of those that pytest made were
+taken away again, by an option or a conftest. Of the rest there are four kinds: a test function that pytest did not collect (a TestCase under a custom main, a class with `__init__` or of
 a name that pytest does not look at, a branch that did not run, a name defined twice), one that is collected and never
 executed (a coroutine in a plain TestCase), a `pytest.main` whose result is thrown away, and a file in which nothing is
 ever checked. Leaves out: tests that are collected and skipped (see `outcome`).
@@ -13,6 +14,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from miles_ci.plan.model import Unit
+from miles_ci.run.judge.pytest_events import FileEvidence
 from miles_ci.run.judge.source_tests import Definition, Scope, dotted_names, heirs_of, scopes_of
 from miles_ci.run.judge.thrown_away import thrown_away
 from miles_ci.run.judge.unawaited import Unawaited
@@ -60,6 +63,30 @@ def find(source: str, collected: Iterable[str]) -> list[NeverExecuted]:
             NeverExecuted("the file", 1, "holds no assert, no raise and no checking call: its tests cannot fail")
         )
     return sorted(found, key=lambda found: found.line)
+
+
+def left_out(unit: Unit, evidence: FileEvidence) -> tuple[dict[str, str], dict[str, str]]:
+    """(item -> by whom it was left out, item -> the reason for which its declaration allows that), of this unit only:
+    items that other parts of a split run, or that nobody asked for, are not missing."""
+    missing: dict[str, str] = {}
+    allowed: dict[str, str] = {}
+    for node, who in evidence.left_out.items():
+        if node in unit.deselect or node in evidence.items:
+            continue
+        if unit.nodes and not any(covers(asked, node) for asked in unit.nodes):
+            continue
+        inside = node.partition("::")[2]
+        reason = next((why for name, why in unit.allow_never_executed if covers(name, inside)), None)
+        if reason is None:
+            missing[node] = who
+        else:
+            allowed[node] = f"{who}; {reason}"
+    return missing, allowed
+
+
+def covers(name: str, node: str) -> bool:
+    """`test_a` covers `test_a[1]`, `TestA` covers `TestA::test_b`; nothing covers a mere longer name."""
+    return node == name or node.startswith((f"{name}[", f"{name}::"))
 
 
 def _why_dead(scope: Scope, test: Definition) -> str:

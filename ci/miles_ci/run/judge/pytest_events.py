@@ -62,10 +62,11 @@ class Item:
 
 @dataclass
 class FileEvidence:
-    """Everything known about one test file in one pytest process."""
+    """Everything known about one test file in one pytest process. `left_out`: item that was made and will not run -> by
+    whom."""
 
     items: dict[str, Item] = field(default_factory=dict)
-    deselected: set[str] = field(default_factory=set)
+    left_out: dict[str, str] = field(default_factory=dict)
     collection_failures: list[Failure] = field(default_factory=list)
     skipped_whole: str | None = None
 
@@ -157,11 +158,9 @@ def _apply(observed: Observed, event: dict[str, Any]) -> None:
     if kind == "collected":
         for node in event["nodes"]:
             observed.file(node).items.setdefault(node, Item(node))
-    elif kind == "deselected":
-        for node in event["nodes"]:
-            evidence = observed.file(node)
-            evidence.deselected.add(node)
-            evidence.items.pop(node, None)
+    elif kind == "left-out":
+        for node, who in event["nodes"].items():
+            observed.file(node).left_out[node] = who
     elif kind == "collect":
         evidence = observed.file(event["node"])
         if event["outcome"] == "failed":

@@ -1,7 +1,7 @@
 """The pytest plugin inside every test process of the runner (`-p miles_ci.run.process.event_writer`): it writes what really happened.
 
-One JSON line per event into the file `MILES_CI_OBSERVED`: what was collected, what was deselected, every phase of
-every item with its exception, what is being imported, workers that died. Also: stacks of all threads on SIGUSR1, and
+One JSON line per event into the file `MILES_CI_OBSERVED`: what was collected, what was made and left out again and by
+whom, every phase of every item with its exception, what is being imported, workers that died. Also: stacks of all threads on SIGUSR1, and
 a check that the process sees exactly the leased devices. With xdist the workers attach the exceptions and the
 controller writes; a worker itself writes only which file it imports, since it may die of it.
 Leaves out: judging (`miles_ci.run.judge.judge`). Imported into test processes: standard library and pytest only.
@@ -14,6 +14,7 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Generator
 from pathlib import Path
@@ -37,6 +38,12 @@ _SUBTEST: tuple[type, ...] = (pytest.SubtestReport,) if hasattr(pytest, "Subtest
 _STACKS = os.fdopen(os.dup(2), "w")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("miles-ci runner")
+    # pytest's own --deselect takes prefixes: `test_a` would take `test_ab` away too.
+    group.addoption("--runs-elsewhere", action="append", default=[], metavar="NODE", help="another part runs this item")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Known to strict markers also where their plugins are switched off or absent.
     config.addinivalue_line("markers", "xdist_group(name): tests of one group run in one worker")
@@ -54,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         path = getattr(config, "workerinput", {}).get(_EVENTS_KEY)
     if path:
         worker = getattr(config, "workerinput", {}).get("workerid", "main")
-        config.pluginmanager.register(ImportWatch(path, worker), "miles-ci-imports")
+        config.pluginmanager.register(CollectionWatch(path, worker), "miles-ci-collection")
 
 
 def _check_lease(writer: EventWriter) -> None:
@@ -62,11 +69,15 @@ def _check_lease(writer: EventWriter) -> None:
     text = os.environ.get("MILES_CI_LEASE")
     lease: dict[str, Any] = json.loads(text) if text else {}
     backend = lease.get("backend")
-    if backend not in ("cuda", "rocm"):
-        return
-    from miles_ci.run.devices import probe_child
+    if "visible" in lease:
+        # Of a backend that the project adds, whose driver is not known here: the variable must still be the lease's.
+        seen = len([word for word in os.environ.get(lease["visible"], "").split(",") if word])
+    elif backend in ("cuda", "rocm"):
+        from miles_ci.run.devices import probe_child
 
-    seen = probe_child.visible_count(backend)
+        seen = probe_child.visible_count(backend)
+    else:
+        return
     expected = len(lease.get("devices", []))
     writer.write(event="devices", expected=expected, seen=seen)
     if seen != expected:
@@ -90,22 +101,58 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         os.environ["MILES_CI_METRICS_DIR"] = base
 
 
-class ImportWatch:
-    """Writes which file this process is importing, so that one that kills it there is known by name."""
+class CollectionWatch:
+    """In each process that collects: which file it is importing, so that one that kills it there is known by name, and
+    which items it made that are not going to run."""
 
     def __init__(self, path: str, worker: str) -> None:
         self._path, self._worker = path, worker
+        self._made: dict[str, None] = {}
+        self._deselected: dict[str, str] = {}
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         if isinstance(collector, pytest.Module):
-            self._write(_plain_node(collector.nodeid))
+            self._write(event="importing", node=_plain_node(collector.nodeid), worker=self._worker)
 
-    def pytest_collection_finish(self) -> None:
-        self._write("")
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_pycollect_makeitem(self) -> Generator[None, Any, Any]:
+        """Innermost: before a conftest can thin out the items of one parametrized function."""
+        made = yield
+        for item in made if isinstance(made, list) else ():
+            if isinstance(item, pytest.Item):
+                self._made[item.nodeid] = None
+        return made
 
-    def _write(self, node: str) -> None:
-        line = json.dumps({"event": "importing", "node": node, "worker": self._worker}) + "\n"
-        # One write of one short line in append mode: lines of several processes do not mix.
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        self._made[item.nodeid] = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        elsewhere = frozenset(config.getoption("runs_elsewhere"))
+        gone = [item for item in items if item.nodeid in elsewhere]
+        if gone:
+            config.hook.pytest_deselected(items=gone)
+            items[:] = [item for item in items if item.nodeid not in elsewhere]
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        if items:
+            who = _who_deselects(items[0].config)
+            self._deselected.update((item.nodeid, who) for item in items)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._write(event="importing", node="", worker=self._worker)
+        kept = {item.nodeid for item in session.items}
+        gone = [node for node in self._made if node not in kept]
+        if gone:
+            dropped = f"dropped by {_droppers(session.config)}"
+            self._write(
+                event="left-out", nodes={_plain_node(node): self._deselected.get(node, dropped) for node in gone}
+            )
+
+    def _write(self, **event: Any) -> None:
+        line = json.dumps(event) + "\n"
+        # One write of one line in append mode: lines of several processes do not mix.
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.write(fd, line.encode())
@@ -145,9 +192,6 @@ class EventWriter:
         self._seen.update(fresh)
         if fresh:
             self.write(event="collected", nodes=[_plain_node(name) for name in fresh])
-
-    def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self.write(event="deselected", nodes=[item.nodeid for item in items])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if not report.passed:
@@ -257,6 +301,37 @@ def describe(excinfo: pytest.ExceptionInfo[BaseException], root: Path, test_file
 def type_name(error: BaseException) -> str:
     cls = type(error)
     return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _who_deselects(config: pytest.Config) -> str:
+    """Whose call of `pytest_deselected` this is: the option, or the file, that asked for it."""
+    frame = sys._getframe(2)
+    ours = ("/pluggy/", "/_pytest/config/")
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in ours):
+        frame = frame.f_back
+    path, function = frame.f_code.co_filename, frame.f_code.co_name
+    if path == __file__:
+        return "run by another part"
+    if path.endswith("/_pytest/mark/__init__.py"):
+        by_keyword = function == "deselect_by_keyword"
+        return f"deselected by -{'k' if by_keyword else 'm'} {config.option.keyword if by_keyword else config.option.markexpr!r}"
+    if path.endswith("/_pytest/main.py"):
+        return "deselected by --deselect"
+    return f"deselected by {_file_name(path, config)}"
+
+
+def _droppers(config: pytest.Config) -> str:
+    """Who may have taken items off the list without a word: whoever else looks at it."""
+    known = ("_pytest", "xdist", "miles_ci")
+    impls = config.hook.pytest_collection_modifyitems.get_hookimpls()
+    modules = {impl.function.__module__: impl.function.__code__.co_filename for impl in impls}
+    names = [_file_name(path, config) for name, path in modules.items() if name.partition(".")[0] not in known]
+    conftests = [name for name in names if name.endswith("conftest.py")]
+    return " or ".join(sorted(conftests or names)) or "a plugin"
+
+
+def _file_name(path: str, config: pytest.Config) -> str:
+    return _relative(path, Path(str(config.rootpath)))
 
 
 def _plain_node(nodeid: str) -> str:

@@ -34,7 +34,7 @@ from miles_ci.workflows.parts import (
 READ = {"contents": "read"}
 # Fork, branch and merge-queue events carry the commit in different places.
 REF = "${{ inputs.ref || github.event.pull_request.head.sha || github.sha }}"
-# What the gate allowed, and nothing else, is checked out on machines of ours.
+# What the guard allowed, and nothing else, is checked out on machines of ours.
 AUTHORISED = "${{ needs.authorise.outputs.sha }}"
 DEPS_ENV = {"DIRECTIVES": "${{ needs.authorise.outputs.directives }}", "IMAGE_TAG": "${{ inputs.image_tag }}"}
 ALIVE = "!cancelled()"
@@ -122,7 +122,7 @@ def _deps_job(base: str, needs: list[str], image: str, env: dict[str, str], ref:
 def _authorise_job(
     *, ref: str, number: str, needs: tuple[str, ...] = (), condition: str | None = None
 ) -> dict[str, Any]:
-    """The one gate before machines of ours: default-branch code decides about one exact commit."""
+    """The one guard before machines of ours: default-branch code decides about one exact commit."""
     question = run(
         "Is this exact commit allowed to run?",
         "python -m miles_ci bot authorise",
@@ -259,8 +259,8 @@ def pr_test(fleet: Fleet) -> dict[str, Any]:
     needed = [root for root in roots if root is not None]
     jobs: dict[str, Any] = {"plan": _plan_job(fleet, [*cpu, *cuda], ref=REF, rocm=False)}
     own = self_hosted_suites(fleet)
-    gate = {suite: ("authorise",) if suite in own else () for suite in (*cpu, *cuda)}
-    if any(gate.values()):
+    guard = {suite: ("authorise",) if suite in own else () for suite in (*cpu, *cuda)}
+    if any(guard.values()):
         wanted = f"{output('plan', 'count-self-hosted')} != '0'"
         jobs["authorise"] = _authorise_job(
             ref=REF,
@@ -268,13 +268,13 @@ def pr_test(fleet: Fleet) -> dict[str, Any]:
             needs=("plan",),
             condition=both(ALIVE, succeeded("plan"), wanted),
         )
-    jobs |= {suite: _stage(fleet, suite, ref=AUTHORISED if gate[suite] else REF, before=gate[suite]) for suite in cpu}
+    jobs |= {suite: _stage(fleet, suite, ref=AUTHORISED if guard[suite] else REF, before=guard[suite]) for suite in cpu}
     if cuda:
         ready = both(ALIVE, succeeded("plan"), succeeded("authorise"))
         base = both(ready, f"{output('plan', 'count-gpu')} != '0'", either(*map(needs_condition, roots)))
         before = ["plan", "authorise", *needed]
         jobs |= _image_jobs(base, before, default_image(fleet, "cuda"), DEPS_ENV, AUTHORISED, build=True)
-        jobs |= {suite: _stage(fleet, suite, ref=AUTHORISED, before=gate[suite]) for suite in cuda}
+        jobs |= {suite: _stage(fleet, suite, ref=AUTHORISED, before=guard[suite]) for suite in cuda}
     jobs["required-check"] = _required_check_job(list(jobs), [*cpu, *cuda], ref=REF)
     return {
         "name": "PR Test",

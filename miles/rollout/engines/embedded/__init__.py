@@ -9,4 +9,4 @@ Start one with `launch`, or by hand:
 
 from miles.rollout.engines.embedded.launch import launch, start
 
-__all__ = ["launch", "start", "weight_group"]
+__all__ = ["launch", "models", "start", "weight_group"]

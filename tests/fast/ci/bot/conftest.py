@@ -107,6 +107,7 @@ def job(hub: GitHub, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Run `miles-ci bot NAME` as a workflow would: environment in, exit code and outputs out."""
     counter = itertools.count()
     monkeypatch.chdir(checkout)
+    monkeypatch.setattr("miles_ci.bot.one_comment.SETTLE_S", 0.0)
     base = {
         "APP_ID": str(APP_ID), "APP_TOKEN": APP_TOKEN, "BOT_ID": str(BOT_ID), "GITHUB_API_URL": hub.base, "GITHUB_REPOSITORY": REPO,
         "GITHUB_RUN_ATTEMPT": "1", "GITHUB_SERVER_URL": "https://github.com", "GITHUB_TOKEN": TOKEN,

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from miles_ci.bot.card_comment import Section, join_sections, newest, sections_of, write_comment
 from miles_ci.bot.github import Client
 from miles_ci.bot.marker import Marker, parse_marker
 from miles_ci.bot.runs import read_run
-from miles_ci.bot.status_card import make_card, merge_sections, write_comment
+from miles_ci.bot.status_card import make_card
 from tests.fast.ci.bot.conftest import HEAD, Job
 from tests.fast.ci.bot.helpers.github_server import BOT_ID, GitHub
 
@@ -101,17 +102,19 @@ def test_a_second_run_edits_the_same_comment_and_rocm_has_its_own_section(pull: 
 
 
 def test_two_writers_at_once_leave_one_comment_the_lowest_id(pull: GitHub, client: Client) -> None:
-    card = make_card(client, read_run(client, finished(pull)["id"]), now=time.time())
+    run = read_run(client, finished(pull)["id"])
+    card = make_card(client, run, now=time.time())
     line = Marker("card", req=str(NUMBER)).line()
     ids = [pull.comment(NUMBER, line, login="github-actions[bot]", user_id=BOT_ID)["id"] for _ in range(3)]
-    write_comment(client, NUMBER, "pr-test.yml", card, bot_id=BOT_ID)
+    write_comment(client, NUMBER, run, card, bot_id=BOT_ID)
     assert sorted(pull.comments) == [ids[0]]
 
 
 def test_a_marker_forged_by_a_user_is_neither_edited_nor_deleted(pull: GitHub, client: Client) -> None:
-    card = make_card(client, read_run(client, finished(pull)["id"]), now=time.time())
+    run = read_run(client, finished(pull)["id"])
+    card = make_card(client, run, now=time.time())
     forged = pull.comment(NUMBER, Marker("card", req=str(NUMBER)).line() + "\nall green", login="paul")
-    write_comment(client, NUMBER, "pr-test.yml", card, bot_id=BOT_ID)
+    write_comment(client, NUMBER, run, card, bot_id=BOT_ID)
     assert pull.comments[forged["id"]]["body"].endswith("all green")
     assert len(cards(pull)) == 1
 
@@ -152,11 +155,14 @@ def test_a_run_of_a_superseded_commit_writes_no_comment(pull: GitHub, job: Job) 
     assert cards(pull) == []
 
 
-def test_sections_survive_each_other() -> None:
-    body = merge_sections("", "a", "text a")
-    body = merge_sections(body, "b", "text b")
-    body = merge_sections(body, "a", "new a")
-    assert body == "<!-- section a -->\nnew a\n\n<!-- section b -->\ntext b\n"
+def test_sections_survive_each_other_and_only_a_newer_run_replaces_one() -> None:
+    a, b = {"a": Section((7, 1), "text a")}, {"b": Section((8, 1), "text b")}
+    body = join_sections(newest(a, b))
+    assert body == "<!-- section a 7.1 -->\ntext a\n\n<!-- section b 8.1 -->\ntext b\n"
+    assert sections_of(body) == a | b
+    assert sections_of(body.replace("\n", "\r\n")) == a | b
+    for order, wins in (((6, 9), False), ((7, 1), False), ((7, 2), True), ((9, 1), True)):
+        assert newest(a, {"a": Section(order, "other")})["a"].text == ("other" if wins else "text a")
 
 
 @pytest.fixture

@@ -81,6 +81,8 @@ def test_without_pools_there_is_nothing_to_simulate_and_it_is_said(project, tmp_
     (tmp_path / "registry.yaml").write_bytes(
         (project.environment.site / "miles_ci/registry/first_registry.yaml").read_bytes()
     )
+    (tmp_path / "tests/fast").mkdir(parents=True)
+    (tmp_path / "tests/fast/test_a.py").write_text("def test_a():\n    assert True\n")
     done = project.shell(f"python -m miles_ci simulate --root {tmp_path} --hours 2 --seeds 1")
     assert "the registry has no pools, so nothing waits" in done.stdout
 

@@ -301,3 +301,27 @@ def test_the_registration_functions_do_nothing() -> None:
 def test_scan_of_a_missing_tree_is_empty(tmp_path: Path) -> None:
     found = scan(tmp_path)
     assert (found.declarations, found.errors, found.files) == ((), (), ())
+
+
+def test_items_that_need_not_run_are_named_with_their_reasons() -> None:
+    found = only(
+        'register_cpu_ci(3, "s", allow_never_executed={"test_b": "needs a second host", "T::test_a[1]": "needs a licence here"})'
+    )
+    assert found.allow_never_executed == (("T::test_a[1]", "needs a licence here"), ("test_b", "needs a second host"))
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        ("{}", "bad-exemption"),
+        ("[]", "bad-exemption"),
+        ('["test_a"]', "bad-exemption"),
+        ('{"test_a": "short"}', "bad-exemption"),
+        ('{"test_a": 3}', "bad-exemption"),
+        ('{3: "a reason of some length"}', "not-literal"),
+        ('{"": "a reason of some length"}', "bad-value"),
+        ('{"tests/e2e/test_x.py::test_a": "a reason of some length"}', "bad-exemption"),
+    ],
+)
+def test_an_allowance_without_item_or_reason_is_refused(value: str, code: str) -> None:
+    assert codes(f'register_cpu_ci(3, "s", allow_never_executed={value})') == [code]

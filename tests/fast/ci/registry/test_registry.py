@@ -81,6 +81,7 @@ def test_the_committed_schema_is_generated_from_the_model() -> None:
 
 # Structure: both the model and the schema refuse. (what, edits, code, place of the finding in the text)
 H100 = "h100: {vendor: nvidia, arch: hopper, sm: 90, memory_gib: 79, capabilities: [bf16, fp8]}"
+NPU = "backends:\n  npu: {vendor: acme, architectures: [a2], visible: ACME_VISIBLE, devices: [acme-smi], health: [acme-check], workflow: own}\n"
 STRUCTURE = [
     ("version missing", ("version: 1\n", ""), "missing-field", None),
     ("another version", ("version: 1\n", "version: 2\n"), "bad-value", "2"),
@@ -90,8 +91,14 @@ STRUCTURE = [
     ("hardware as list", (SOURCE[SOURCE.index("  cpu: {") : SOURCE.index("# To switch")], "  - cpu\n\n"), "wrong-type", "- cpu"),
     ("no hardware", (SOURCE[SOURCE.index("hardware:") : SOURCE.index("# To switch")], "hardware: {}\n"), "bad-value", "{}"),
     ("hardware key unknown", (H100, H100.replace("sm: 90", "smx: 90")), "unknown-key", "smx"),
-    ("vendor unknown", (H100, H100.replace("nvidia", "nvida")), "unknown-value", "nvida"),
-    ("arch unknown", (H100, H100.replace("arch: hopper", "arch: hoper")), "unknown-value", "hoper"),
+    ("vendor is no name", (H100, H100.replace("nvidia", "NV IDIA")), "bad-value", "NV IDIA"),
+    ("roots empty", ("hardware:\n", "roots: []\nhardware:\n"), "bad-value", "[]"),
+    ("root is absolute", ("hardware:\n", "roots: [/tests]\nhardware:\n"), "bad-value", "/tests"),
+    ("root climbs out", ("hardware:\n", "roots: [tests/../..]\nhardware:\n"), "bad-value", "tests/../.."),
+    ("root is a text", ("hardware:\n", "roots: tests\nhardware:\n"), "wrong-type", "tests"),
+    ("backend is no name of a function", ("hardware:\n", NPU.replace("npu:", "n-pu:") + "hardware:\n"), "bad-value", "n-pu"),
+    ("backend without a device query", ("hardware:\n", NPU.replace("devices: [acme-smi], ", "") + "hardware:\n"), "missing-field", None),
+    ("backend with a generated workflow", ("hardware:\n", NPU.replace("own", "made") + "hardware:\n"), "unknown-value", "made"),
     ("sm too small", (H100, H100.replace("90", "9")), "bad-value", "9,"),
     ("memory negative", (H100, H100.replace("79", "-79")), "bad-value", "-79"),
     ("memory as string", (H100, H100.replace("79", '"79"')), "wrong-type", '"79"'),
@@ -109,7 +116,7 @@ STRUCTURE = [
     ("disabled issue malformed", ("count: 8", 'count: 8\n    disabled: {reason: "a reason of length", issue: "1", until: 2026-12-24}'), "bad-value", '"1", until'),
     ("disabled date malformed", ("count: 8", 'count: 8\n    disabled: {reason: "a reason of length", issue: "#1", until: 24.12.2026}'), "bad-value", "24.12.2026"),
     ("tier unknown", ("tier: a", "tier: d"), "unknown-value", "d\n"),
-    ("backend unknown", ("backend: cpu", "backend: tpu"), "unknown-value", "tpu"),
+    ("backend is no name", ("backend: cpu", "backend: CPU"), "bad-value", "CPU"),
     ("target missing", ("    target_wall_s: 420\n", ""), "missing-field", None),
     ("target zero", ("target_wall_s: 420", "target_wall_s: 0"), "bad-value", "0\n    setup_s"),
     ("affected as number", ("affected: true", "affected: 1"), "wrong-type", "1\n    owner"),
@@ -153,6 +160,17 @@ def test_the_schema_accepts_the_shipped_registry() -> None:
 POOL_OFF = 'count: 8\n    disabled: {{reason: "node is being re-imaged", issue: "#1", until: {until}}}'
 # Rules across entries: (what, edits, code, words of the message)
 RULES = [
+    ("vendor unknown", [(H100, H100.replace("nvidia", "nvida"))], "unknown-vendor", "did you mean 'nvidia'?"),
+    ("architecture unknown", [(H100, H100.replace("arch: hopper", "arch: hoper"))], "unknown-arch", "did you mean 'hopper'?"),
+    ("backend unknown", [("backend: rocm\n", "backend: rocn\n")], "unknown-backend", "'rocn' is not known; did you mean 'rocm'?"),
+    ("root inside another", [("hardware:\n", "roots: [tests/e2e, tests]\nhardware:\n")], "overlapping-roots", "'tests/e2e' lies inside 'tests'"),
+    ("root twice", [("hardware:\n", "roots: [tests, tests]\nhardware:\n")], "duplicate-name", "'tests' is listed twice"),
+    ("backend that is always there", [("hardware:\n", NPU.replace("npu:", "cuda:") + "hardware:\n")], "shipped-backend", "always there"),
+    ("backend of a shipped vendor", [("hardware:\n", NPU.replace("acme,", "nvidia,") + "hardware:\n")], "duplicate-name", "'nvidia' already belongs"),
+    ("backend with a shipped architecture", [("hardware:\n", NPU.replace("[a2]", "[hopper]") + "hardware:\n")], "duplicate-name", "'hopper' already belongs"),
+    ("backend with CUDA's variable", [("hardware:\n", NPU.replace("ACME_VISIBLE", "CUDA_VISIBLE_DEVICES") + "hardware:\n")], "wrong-variable", "another meaning"),
+    ("backend with a variable of the harness", [("hardware:\n", NPU.replace("ACME_VISIBLE", "MILES_CI_LEASE") + "hardware:\n")], "wrong-variable", "another meaning"),
+    ("suite of an added backend on other hardware", [("hardware:\n", NPU + "hardware:\n"), ("backend: rocm\n", "backend: npu\n")], "wrong-backend", "is amd, the suite's backend is npu"),
     ("hardware of a pool unknown", [("hardware: h200\n    labels", "hardware: h20\n    labels")], "unknown-hardware", "did you mean 'h200'?"),
     ("pool on a CPU", [("hardware: h200\n    labels", "hardware: cpu\n    labels")], "pool-without-devices", "CPU suites use runs_on"),
     ("pool of a suite unknown", [("pools: [h200-1gpu]", "pools: [h200-1gpus]")], "unknown-pool", "did you mean 'h200-1gpu'?"),

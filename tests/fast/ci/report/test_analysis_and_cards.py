@@ -8,6 +8,7 @@ import hmac
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,6 +220,96 @@ def test_equal_analyses_group_and_each_job_keeps_its_link() -> None:
     text = pr_comment.render(card_of(jobs=tuple(job(f"j{n}", analysis(f"j{n}")) for n in range(30))))
     assert text.count("/job/j") == 30
     assert text.count("boom") == 1
+
+
+def forty_jobs(extra: bool = False, own: int = 0) -> Card:
+    """300 failures with one cause, spread unevenly over 40 jobs, numbers and names all different."""
+    shards = []
+    for number in range(40):
+        tests = [
+            failing(f"tests/area/test_{number}_{k}.py", f"NCCL error: rank {number} of {k}", "5ame5ignature0000")
+            for k in range(8 if number < 20 else 7)
+        ]
+        tests += (
+            [failing(f"tests/own/test_{number}.py", f"own cause {number}", f"own{number:04}")] if number < own else []
+        )
+        shards.append(shard("stage-c-8-gpu-h200", number + 1, *tests))
+    shards.append(shard("stage-a-cpu", 1, failing("tests/other.py", "other", "0ther"))) if extra else None
+    report = analyse(shards)
+    rows = tuple(job(f"{s.suite} {s.shard}", *default_analyses(report, s.suite, s.shard)) for s in shards)
+    return card_of(report, rows)
+
+
+def test_three_hundred_failures_with_one_cause_are_one_row_with_forty_links_in_every_card() -> None:
+    card = forty_jobs()
+    assert sum(len(group.tests) for group in card.report.groups) == 300
+    assert [(len(group.jobs), len(group.analyses)) for group in card.groups] == [(40, 300)]
+    sent = lark.request(card, 1, "demo")
+    assert len(sent) <= lark.LIMIT
+    for text in (sent.decode(), pr_comment.render(card, limit=32_268), summary.render(card)):
+        for number in range(40):
+            assert text.count(f"/job/stage-c-8-gpu-h200-{number + 1}/9)") == 1
+    assert "… and 290 more tests" in pr_comment.render(card)
+
+
+def test_a_job_with_a_further_cause_stands_in_both_rows_and_the_shared_cause_comes_first() -> None:
+    card = forty_jobs(extra=True, own=3)
+    assert [len(group.jobs) for group in card.groups] == [40, 1, 1, 1, 1]
+    assert [group.jobs[0].name for group in card.groups[1:]] == [
+        "stage-c-8-gpu-h200 1/9", "stage-c-8-gpu-h200 2/9", "stage-c-8-gpu-h200 3/9", "stage-a-cpu 1/9",
+    ]  # fmt: skip
+    assert [item.test_name for item in card.groups[1].analyses] == ["tests/own/test_0.py::test_x"]
+    # 40 causes of their own beside the shared one: the shared row is not among those that are cut.
+    many = forty_jobs(own=40)
+    assert len(many.shown[0].jobs) == 40
+    assert many.more == "+ 26 jobs in 26 groups"
+
+
+def test_causes_of_exactly_the_same_jobs_share_a_row() -> None:
+    both = [replace(analysis("x", "one"), signature="1"), replace(analysis("x", "two", "t::y"), signature="2")]
+    (group,) = group_rows([job("a", *both), job("b", *both)])
+    assert ([row.name for row in group.jobs], len(group.analyses)) == (["a", "b"], 2)
+    one, two = group_rows([job("a", *both), job("b", both[0])])
+    assert ([row.name for row in one.jobs], [row.name for row in two.jobs]) == (["a", "b"], ["a"])
+
+
+def test_an_unavailable_analysis_keeps_its_job_out_of_a_row_of_its_signature() -> None:
+    known, unknown = (replace(analysis("x", reason), signature="1") for reason in ("boom", UNAVAILABLE))
+    groups = group_rows([job("a", known), job("b", unknown, known), job("c", known)])
+    assert [[row.name for row in group.jobs] for group in groups] == [["a", "c"], ["b"]]
+
+
+def test_hidden_rows_count_a_job_once() -> None:
+    causes = [replace(analysis("x", f"r{n}", f"t{n}"), signature=f"s{n}") for n in range(20)]
+    rows = [job("all", *causes), *(job(f"j{n}", cause) for n, cause in enumerate(causes))]
+    assert card_of(jobs=tuple(rows)).more == "+ 6 jobs in 5 groups"
+
+
+@pytest.mark.parametrize("count", [100, 300, 2000])
+def test_a_row_of_more_jobs_than_fit_keeps_as_many_links_as_it_can_and_says_how_many_are_left(count: int) -> None:
+    card = card_of(
+        jobs=tuple(job(f"stage-c-8-gpu-h200 {n}", replace(analysis("x"), signature="1")) for n in range(count))
+    )
+    assert len(card.groups) == 1
+    sent, text = lark.request(card, 1, "demo"), pr_comment.render(card, limit=32_268)
+    assert len(sent) <= lark.LIMIT
+    assert len(text) <= 32_268
+    for rendered, fewest in ((sent.decode(), 80), (text, 100)):
+        links = rendered.count("/job/stage-c")
+        assert fewest <= links <= count
+        if links < count:
+            assert f"… and {count - links} more jobs" in rendered
+        assert "boom" in rendered
+
+
+def test_metrics_with_a_long_common_name_and_timeouts_with_other_seconds_are_told_apart_and_together() -> None:
+    entry = {"path": "tests/a.py", "outcome": "passed", "attempts": []}
+    metrics = [{"metric": f"train/reward/{name}", "verdict": "fail", "message": "m"} for name in ("mean", "median")]
+    run = {"suite": "s", "hardware": "h200", "shard": "1/1"}
+    seen = read_shard(json.dumps({"schema": 1, "run": run, "tests": [entry | {"metrics": metrics}]}).encode())
+    assert len(analyse([seen]).groups) == 2
+    slow = [case(f"tests/{n}.py", "timeout", message=f"no end after {n}.5 s") for n in range(9)]
+    assert len(analyse([shard("s", 1, *slow)]).groups) == 1
 
 
 def test_empty_and_unavailable_analyses_never_group_and_a_text_cannot_pretend_to_be_unavailable() -> None:

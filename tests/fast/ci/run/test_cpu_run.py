@@ -95,11 +95,18 @@ def test_json_format_leaves_stdout_to_the_results(repository):
 
 
 def test_no_test_to_run_is_exit_code_4_unless_allowed(repository):
-    (repository.root / "tests" / "fast").mkdir(parents=True)
+    repository.gpu_file("test_gpu.py", "def test_a(): assert True\n")
     outcome = repository.run("--suite", "stage-a-cpu")
     assert outcome.code == 4
     assert "no test is registered in this suite" in outcome.output
     assert repository.run("--suite", "stage-a-cpu", "--allow-empty").code == 0
+
+
+def test_a_tree_without_any_test_is_exit_code_2_whatever_is_allowed(repository):
+    (repository.root / "tests" / "fast").mkdir(parents=True)
+    outcome = repository.run("--suite", "stage-a-cpu", "--allow-empty")
+    assert outcome.code == 2
+    assert "no-test-files" in outcome.output
 
 
 def test_unknown_suite_is_exit_code_2_with_the_nearest_name(repository):

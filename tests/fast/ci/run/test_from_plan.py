@@ -131,6 +131,7 @@ def test_what_follows_a_log_that_ends_within_a_line_begins_a_new_one(tmp_path, a
 def test_shard_that_is_left_without_a_test_says_so_and_the_others_keep_their_numbers(repository):
     from miles_ci.cli import main
 
+    repository.gpu_file("test_gpu.py", "def test_a(): assert True\n")
     empty = repository.run("--suite", "stage-a-cpu", "--shard", "2/2", "--root", str(repository.root))
     assert (empty.code, "no test is registered" in empty.output) == (4, True)
     repository.file("test_a.py", "def test_a(): assert True\n")

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from miles.config.metric_names import METRICS, SIGNED, signed, unregistered
-from miles.config.metric_table import COLUMNS, FINAL, PATTERNS, REFUSED, STEP
+from miles.config.metric_table import COLUMNS, EVALUATION, PATTERNS, REFUSED, STEP
 from miles.quant.config import MetricGate
 
 
@@ -36,17 +36,22 @@ def test_counts_of_filters_are_never_negative_and_of_other_names_nothing_is_know
 
 def test_a_row_may_hold_columns_metrics_and_names_of_users_and_nothing_else() -> None:
     row = ["step", "weight_version", "train/loss", "rollout/reward/format", "rollout/refused/zero_std"]
+    row += ["eval/held_out/reward_mean", "eval/a.b-2/pass_at_16", "time/evaluate"]
     assert unregistered(row) == []
-    assert unregistered([*row, "train/los", "eval/reward_mean", "steps", "rollout/reward/"]) == [
+    assert unregistered(
+        [*row, "train/los", "eval/reward_mean", "eval/x/pass_at_0", "eval/x/y", "steps", "rollout/reward/"]
+    ) == [
         "train/los",
         "eval/reward_mean",
+        "eval/x/pass_at_0",
+        "eval/x/y",
         "steps",
         "rollout/reward/",
     ]
 
 
 def test_every_metric_is_listed_once_with_a_unit_and_a_meaning() -> None:
-    listed = [*COLUMNS, *STEP, *PATTERNS, *FINAL]
+    listed = [*COLUMNS, *STEP, *PATTERNS, *EVALUATION]
     assert len({metric.name for metric in listed}) == len(listed)
     assert [metric.name for metric in listed if not metric.unit or len(metric.meaning.split()) < 2] == []
     assert [metric.name for metric in listed if set("|\n") & set(metric.meaning + metric.unit + metric.when)] == []

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from miles.config import ConfigError
-from miles.orchestrate import dry_run, machine
+from miles.orchestrate import machine, startable
 from miles.orchestrate.dry_run import describe
 from miles.orchestrate.placement import ClusterFacts, NodeFacts
 from miles.recipe import load
@@ -27,7 +27,7 @@ def shown(*sets: str) -> str:
 def test_every_rank_and_engine_is_shown_with_node_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = (NodeFacts("a", "10.0.0.1", 4, 2), NodeFacts("b", "10.0.0.2", 4, 1))
     asked = []
-    monkeypatch.setattr(dry_run, "known_facts", lambda config: asked.append(config) or ClusterFacts(nodes, "a"))
+    monkeypatch.setattr(startable, "known_facts", lambda config: asked.append(config) or ClusterFacts(nodes, "a"))
     said = shown("cluster.address='10.0.0.1:6379'", "train.parallel.tp=2", "engine.device=cuda")
     for line in ("trainer rank 0 │ 10.0.0.1 cuda:0", "trainer rank 1 │ 10.0.0.1 cuda:1", "engine 0 │ 10.0.0.2 cuda:0"):
         assert line in said

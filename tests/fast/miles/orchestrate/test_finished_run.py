@@ -102,3 +102,19 @@ def test_a_run_without_a_place_leaves_its_folder_as_it_was(finished, monkeypatch
         train(made, [], fresh=fresh, console=Console(quiet=True))
     assert folder.result.exists() == fresh
     assert folder.path.exists() == fresh
+
+
+def test_the_row_of_the_last_evaluation_is_no_step_and_is_what_expectations_of_sets_ask(finished, recipe) -> None:
+    made = recipe(run={"steps": 3}, expect={"eval/held_out/reward_mean": {"min": 0.6, "over": 2}}, name="evaluated")
+    with claimed(locate(made, []), made, fresh=False) as other:
+        rows = [{"step": step, "rollout/reward_mean": 0.0} for step in range(3)]
+        rows[0]["eval/held_out/reward_mean"] = 0.0
+        rows[2]["eval/held_out/reward_mean"] = 0.5
+        rows.append({"step": 3, "weight_version": 3, "eval/held_out/reward_mean": 0.75})
+        other.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        other.result.write_text('{"line": "tiny: done"}')
+    assert again(made) == "tiny: done"
+    rows[-1]["eval/held_out/reward_mean"] = 0.25
+    other.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ExpectationMissed, match=r"mean of the last 2 evaluations is 0\.375"):
+        again(made)

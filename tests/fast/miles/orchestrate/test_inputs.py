@@ -17,8 +17,9 @@ from miles.config import ConfigError
 from miles.models.hf_files import FolderWriter
 from miles.orchestrate import preflight
 from miles.orchestrate.model_folder import prepare_model
-from miles.orchestrate.preflight import check_inputs, check_port
+from miles.orchestrate.preflight import check_port
 from miles.orchestrate.run_folder import locate
+from miles.orchestrate.startable import check_start
 from miles.recipe.inputs import check_model_files
 from miles.recipe.schema import Recipe
 from miles.rollout.config import EngineConfig
@@ -75,7 +76,7 @@ def test_missing_model_folder_is_named(recipe: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder; give a Hugging Face model folder"):
         prepare_model(given, locate(given, []))
     with pytest.raises(ConfigError, match="model folder does not exist"):
-        check_inputs(given)
+        check_start(given)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.5, 0.999])
@@ -114,7 +115,7 @@ def test_taken_port_is_refused_with_its_key_and_a_way_out(
     monkeypatch.setattr(preflight, "PORT_WAIT_S", 0.2)
     port = taken.getsockname()[1]
     with pytest.raises(PortError, match=rf"engine\.port {port} on 127\.0\.0\.1: .*or 0 for a free one") as raised:
-        check_inputs(recipe(engine={"port": port}))
+        check_start(recipe(engine={"port": port}))
     assert raised.value.exit_code == 2
 
 
@@ -136,14 +137,14 @@ def test_free_ports_and_port_zero_pass(taken: socket.socket) -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 def test_host_of_another_machine_is_refused_by_its_own_key(recipe: Make, host: str) -> None:
     with pytest.raises(PortError, match=rf"engine\.host {re.escape(host)}: .*; use an address of this machine"):
-        check_inputs(recipe(engine={"host": host}))
+        check_start(recipe(engine={"host": host}))
 
 
 def test_prompts_that_the_evaluation_would_lack_are_missed_before_the_start(recipe: Make, tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
     data = {"task": "jsonl", "jsonl": {"path": str(tmp_path / "one.jsonl")}}
     with pytest.raises(ConfigError, match="no prompt of task jsonl is held out"):
-        check_inputs(recipe(data=data))
+        check_start(recipe(data=data))
 
 
 def test_disk_error_inside_the_safetensors_library_keeps_its_meaning(tmp_path: Path) -> None:

@@ -87,8 +87,27 @@ class FakeRollout:
     async def on_skipped_step(self) -> None:
         self.events.append(("on_skipped_step",))
 
+    async def hold(self) -> None:
+        self.events.append(("hold",))
+
+    async def release(self) -> None:
+        self.events.append(("release",))
+
     def state(self) -> dict[str, Any]:
         return {"cursor": len(self.events)}
+
+
+class FakeEvaluation:
+    """Finds the step that it was asked after; fails at step `fails`."""
+
+    def __init__(self, events: list[Any], *, fails: int = -1) -> None:
+        self.events, self.fails = events, fails
+
+    async def after(self, step: int, version: int, extra: dict[str, Any]) -> dict[str, float]:
+        self.events.append(("evaluate", step, version, extra["step"]))
+        if step == self.fails:
+            raise RunError("an engine is gone")
+        return {"eval/a/reward_mean": float(step)}
 
 
 @pytest.fixture
@@ -105,9 +124,11 @@ def make_loop(recipe: Make, monkeypatch: pytest.MonkeyPatch):
         algo: dict[str, Any] | None = None,
         rows: list[Any] | None = None,
         mode: str = "disaggregated",
+        every: int | None = None,
+        evaluation: Any = None,
         **run: Any,
     ) -> TrainingLoop:
-        made = recipe(run=run, quant={"gates": gates}, algo=algo or {})
+        made = recipe(run=run, quant={"gates": gates}, algo=algo or {}, eval={"every": every})
         group = FakeActorGroup(events, **(actors or {}))
         rows = [] if rows is None else rows
         return TrainingLoop(
@@ -121,6 +142,7 @@ def make_loop(recipe: Make, monkeypatch: pytest.MonkeyPatch):
             GradientWatch(made.algo, made.run.no_gradient_warning_steps, lambda text: events.append(("warn", text))),
             devices=device_sharing(mode, group, FakeEngines(events)),
             version=version,
+            evaluation=evaluation,
         )
 
     return make
@@ -321,3 +343,47 @@ def test_the_recipe_says_whether_samples_may_lag(recipe: Make, staleness: int, k
     nothing: Any = None
     made = recipe(rollout={"max_staleness": staleness}, algo={"correction": {"bypass": True}} if staleness else {})
     assert type(open_rollout(made, nothing, nothing, nothing, nothing)) is kind
+
+
+def test_weights_are_evaluated_before_the_step_that_starts_from_them_and_at_the_end(make_loop) -> None:
+    events: list[Any] = []
+    rows: list[Any] = []
+    loop = make_loop(events, evaluation=FakeEvaluation(events), every=2, rows=rows, steps=3, checkpoint_every=10)
+    asyncio.run(loop.run(0))
+    assert names(events, "evaluate") == [("evaluate", 0, 0, 0), ("evaluate", 2, 2, 2), ("evaluate", 3, 3, 3)]
+    assert [(row["step"], row["weight_version"], row.get("eval/a/reward_mean")) for row in rows] == [
+        (0, 1, 0.0),
+        (1, 2, None),
+        (2, 3, 2.0),
+        (3, 3, 3.0),
+    ]
+    order = [event[0] for event in events if event[0] in ("hold", "evaluate", "release", "collect", "save")]
+    evaluated = ["hold", "evaluate", "release"]
+    assert order == [*evaluated, "collect", "collect", *evaluated, "collect", "save", *evaluated]
+
+
+def test_a_run_that_goes_on_after_its_last_step_only_evaluates(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, evaluation=FakeEvaluation(events), version=3, steps=3, checkpoint_every=10).run(3))
+    assert events == [
+        ("send_weights", 3),
+        ("start", 3),
+        ("hold",),
+        ("evaluate", 3, 3, 3),
+        ("release",),
+        ("row", 3, 3),
+    ]
+
+
+def test_requests_go_on_after_an_evaluation_that_failed(make_loop) -> None:
+    events: list[Any] = []
+    loop = make_loop(events, evaluation=FakeEvaluation(events, fails=0), every=1, steps=1, checkpoint_every=10)
+    with pytest.raises(RunError, match="an engine is gone"):
+        asyncio.run(loop.run(0))
+    assert events[-1] == ("release",)
+
+
+def test_gates_do_not_ask_evaluations_and_a_loop_without_one_holds_nothing(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, every=1, steps=2, checkpoint_every=10).run(0))
+    assert names(events, "hold", "evaluate", "release") == []

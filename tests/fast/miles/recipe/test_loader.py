@@ -118,7 +118,7 @@ def test_fault_is_reported_where_its_value_was_written(tmp_path: Path) -> None:
             "cluster.address: 'head' is no address of a Ray cluster; use host:port, auto, or local",
         ),
         (["cluster.address='head:70000'"], "is no address of a Ray cluster"),
-        (["data.held_out_fraction=0"], "or run.evaluate_prompts to 0"),
+        (["data.held_out_fraction=0"], "or set eval.sets to []"),
         (["validation={status: validated}"], "needs validation.hardware and validation.date"),
         (["expect={x: {}}"], "needs min, max or both"),
         (["name=../up"], "name: string should match pattern"),

@@ -17,7 +17,7 @@ from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.models.config import ModelShape
 from miles.models.create import create_checkpoint
 from miles.orchestrate.dry_run import describe
-from miles.orchestrate.preflight import check_inputs
+from miles.orchestrate.startable import check_start
 from miles.quant import contract
 from miles.quant.contract import nvfp4_contract
 from miles.quant.convert import bf16_to_fp8, to_nvfp4
@@ -126,7 +126,7 @@ def test_a_model_trained_with_rounding_starts_with_that_rounding_alone(model: Pa
     said = refusal(path, *plain)
     assert "was trained with nvfp4 rounding, this run has none; give quant and engine.nvfp4_experts" in said
     with pytest.raises(ConfigError, match="this run has none"):
-        check_inputs(load(TINY, [path, *plain]))
+        check_start(load(TINY, [path, *plain]))
     trained_with(model, load(TINY).quant.nvfp4.resolve())
     check_or_raise(load(TINY, [path]))
 

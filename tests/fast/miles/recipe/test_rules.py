@@ -84,6 +84,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(quant={"fake_qat": "nvfp4", "nvfp4": {}}, engine={"nvfp4_experts": {}}), facts(num_experts=8)),
         (recipe(quant={"fake_qat": "nvfp4", "nvfp4": {}}), facts(num_experts=8)),
     ),
+    "ENGINE-MODEL": (
+        (recipe(model={"path": "model"}), facts()),
+        (recipe(model={"path": "model"}), facts(rope_scaling={"rope_type": "yarn", "factor": 2.0})),
+    ),
     "STOP-IDS": (
         (recipe(rollout={"stop_token_ids": [0, 31]}), facts()),
         (recipe(rollout={"stop_token_ids": [32]}), facts()),
@@ -104,6 +108,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
     "IDLE": (
         (recipe(algo={"eps_clip": 0.1}, data={"global_batch_size": 64}), facts()),
         (recipe(algo={"eps_clip": 0.1}), facts()),
+    ),
+    "EVALUATION": (
+        (recipe(eval={"sets": [{"name": "a", "max_new_tokens": 63}]}, rollout={"max_new_tokens": 8}), facts()),
+        (recipe(eval={"sets": [{"name": "a", "max_new_tokens": 64}]}, rollout={"max_new_tokens": 8}), facts()),
     ),
     "MEASURED": (
         (recipe(expect={"train/loss": {"max": 1}}), facts()),
@@ -197,6 +205,14 @@ def test_exact_kl_without_scores_on_the_support_is_refused() -> None:
     case = recipe(algo={**EXACT_KL, "support_log_probs": "off"}, rollout={"top_p": 0.9})
     (found,) = findings("SUPPORT", (case, facts()))
     assert "algo.support_log_probs is off" in found.message
+
+
+def test_waves_beside_staleness_are_refused() -> None:
+    correction = {"correction": {"bypass": True}}
+    (found,) = findings(
+        "ROLLOUT-MODE", (recipe(algo=correction, rollout={"max_staleness": 1, "over_sampling": 1.5}), facts())
+    )
+    assert "rollout.over_sampling is 1.5" in found.message
 
 
 def test_opsm_needs_a_policy_that_moved() -> None:

@@ -16,6 +16,8 @@ from miles.rollout.engines.embedded.models.qwen3_moe import Qwen3Moe
 from miles.rollout.engines.embedded.models.storage import ParameterStore
 from miles.rollout.errors import EngineModelError
 
+__all__ = ["Model", "build_model", "check_served"]
+
 # (layer, q [n, heads, dim], k [n, kv_heads, dim], v [n, kv_heads, dim]) -> [n, heads * dim]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -37,18 +39,24 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-FAMILIES: dict[str, Callable[..., Model]] = {"qwen3": Qwen3.from_config, "qwen3_moe": Qwen3Moe.from_config}
+FAMILIES: dict[str, type[Qwen3]] = {"qwen3": Qwen3, "qwen3_moe": Qwen3Moe}
+
+
+def check_served(config: Mapping[str, Any]) -> None:
+    """`EngineModelError` for a Hugging Face `config.json` that `build_model` would refuse."""
+    _family(config).shape_class.from_config(config)
 
 
 def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device, context: int | None) -> Model:
     """An uninitialised model for a Hugging Face `config.json`; `EngineModelError` for an unknown family or option."""
+    return _family(config).from_config(config, dtype=dtype, device=device, context=context)
+
+
+def _family(config: Mapping[str, Any]) -> type[Qwen3]:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise EngineModelError(
             f"config.json: model_type {family!r} is not served by the embedded engine "
             f"(it serves {', '.join(FAMILIES)}); use engine.engine=sglang"
         )
-    return FAMILIES[family](config, dtype=dtype, device=device, context=context)
-
-
-__all__ = ["Model", "build_model"]
+    return FAMILIES[family]

@@ -2,7 +2,8 @@
 
 It keeps what the bots need (pull requests, comments, check runs, labels, runs, jobs, artifacts) and answers with
 objects that validate against GitHub's description. `problems` collects every violation; tests assert it is empty.
-`faults` makes the next matching requests fail before or after they took effect.
+`faults` makes the next matching requests fail before or after they took effect; a listing does not show `hidden`
+comments yet.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class GitHub:
         self.seen: list[Seen] = []
         self.problems: list[str] = []
         self.faults: list[Fault] = []
+        self.hidden: set[int] = set()
         self.page_size = 100
         self.dispatch_details = True
         self.lose_dispatch = False
@@ -283,7 +285,8 @@ def _pulls_of(hub: GitHub, found: Any, query: Any, body: Any, token: str) -> Ans
 
 @route("GET", r"/issues/(\d+)/comments")
 def _list_comments(hub: GitHub, found: Any, query: Any, body: Any, token: str) -> Answer:
-    return hub.listing(hub.comments_of(int(found[1])), query, f"/repos/{REPO}{found.string}")
+    shown = [comment for comment in hub.comments_of(int(found[1])) if comment["id"] not in hub.hidden]
+    return hub.listing(shown, query, f"/repos/{REPO}{found.string}")
 
 
 @route("GET", r"/issues/comments")

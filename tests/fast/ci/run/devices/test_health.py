@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -158,3 +159,25 @@ def test_waiting_ends_at_once_when_the_run_is_cancelled():
     started = time.monotonic()
     assert wait([1000], wait_s=60, cancelled=lambda: True)
     assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("import time; time.sleep(60)", "no answer within 0.5 s"),
+        ("import os, time\nif os.fork() == 0: time.sleep(60)\nprint('{}')", "no answer within 0.5 s"),
+        ("while True: print('x' * 65536)", "bytes printed"),
+        ("print('[' * 100000)", "no JSON object"),
+        ("print('{}'); raise SystemExit(4)", "exit code 4"),
+    ],
+)
+def test_a_command_of_the_project_is_bounded_in_time_and_size(tmp_path, script, said) -> None:
+    limit = 0.5 if "0.5" in said else 30.0
+    answer = probe_child.ask_command([sys.executable, "-c", script], cwd=tmp_path, limit_s=limit)
+    assert answer["ok"] is False
+    assert said in answer["error"]
+
+
+def test_a_command_that_is_not_there_is_an_answer_and_no_exception(tmp_path) -> None:
+    answer = probe_child.ask_command(["no-such-command-here"], cwd=tmp_path)
+    assert answer == {"ok": False, "error": "no-such-command-here cannot be started: No such file or directory"}

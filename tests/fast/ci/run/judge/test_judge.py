@@ -270,7 +270,7 @@ def test_parts_of_a_split_file_are_given_to_pytest_by_node_and_by_exclusion(tmp_
     named = made_unit(f"{PATH}#2/2", PATH, 1.0, 60, nodes=(f"{PATH}::test_b",))
     rest = made_unit(f"{PATH}#1/2", PATH, 1.0, 60, deselect=(f"{PATH}::test_b",))
     assert pytest_process.command_line([named], files, workers=None)[-1] == f"{PATH}::test_b"
-    assert pytest_process.command_line([rest], files, workers=None)[-3:] == [PATH, "--deselect", f"{PATH}::test_b"]
+    assert pytest_process.command_line([rest], files, workers=None)[-2:] == [PATH, f"--runs-elsewhere={PATH}::test_b"]
 
 
 def test_two_units_never_share_a_file_name():

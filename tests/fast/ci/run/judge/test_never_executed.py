@@ -6,7 +6,9 @@ import textwrap
 
 import pytest
 
+from miles_ci.plan.model import Unit
 from miles_ci.run.judge import never_executed
+from miles_ci.run.judge.pytest_events import FileEvidence, Item
 
 
 def find(source: str, *collected: str) -> list[str]:
@@ -328,3 +330,32 @@ def test_a_class_defined_twice_hides_the_first():
     """
     (found,) = find(source, "TestA::test_a")
     assert found.startswith("TestA: defined again below")
+
+
+def unit(**fields):
+    return Unit("t.py", "t.py", "s", "test", 1, "declared", 0, 9, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "missing"),
+    [
+        ({}, {"t.py::test_a", "t.py::test_ab", "t.py::T::test_c[1]"}),
+        ({"deselect": ("t.py::test_a",)}, {"t.py::test_ab", "t.py::T::test_c[1]"}),
+        ({"nodes": ("t.py::test_a",)}, {"t.py::test_a"}),
+        ({"nodes": ("t.py::T",)}, {"t.py::T::test_c[1]"}),
+        ({"allow_never_executed": (("T", "why"),)}, {"t.py::test_a", "t.py::test_ab"}),
+        ({"allow_never_executed": (("test_a", "why"), ("T::test_c", "why"))}, {"t.py::test_ab"}),
+        ({"allow_never_executed": (("T::test_c[1", "why"), ("test_abc", "why"))}, {"t.py::test_a", "t.py::test_ab", "t.py::T::test_c[1]"}),
+    ],
+)  # fmt: skip
+def test_left_out_items_of_a_unit_are_those_it_should_have_run(fields, missing):
+    gone = dict.fromkeys(("t.py::test_a", "t.py::test_ab", "t.py::T::test_c[1]"), "deselected by -k")
+    found, allowed = never_executed.left_out(unit(**fields), FileEvidence(left_out=gone))
+    assert set(found) == missing
+    assert all(text == "deselected by -k; why" for text in allowed.values())
+    assert not set(found) & set(allowed)
+
+
+def test_an_item_that_ran_is_not_missing_whatever_another_worker_says():
+    evidence = FileEvidence(items={"t.py::test_a": Item("t.py::test_a")}, left_out={"t.py::test_a": "x"})
+    assert never_executed.left_out(unit(), evidence) == ({}, {})

@@ -1,9 +1,9 @@
-"""Proof that no machine of ours takes code before the approval gate has passed, read from the files alone.
+"""Proof that no machine of ours takes code before the approval guard has passed, read from the files alone.
 
 A leg is a job that can land on a machine that is not GitHub's own, directly or through the workflows it calls. A
-gate is a job of default-branch code that asks `miles_ci.bot` about one exact commit. For every file that an event
-can start: each leg needs a gate, its condition is false in every state in which no gate succeeded and reads nothing
-but what other jobs reported, and it checks out exactly the commit that the gate names. The rules of `rules` are not
+guard is a job of default-branch code that asks `miles_ci.bot` about one exact commit. For every file that an event
+can start: each leg needs a guard, its condition is false in every state in which no guard succeeded and reads nothing
+but what other jobs reported, and it checks out exactly the commit that the guard names. The rules of `rules` are not
 used: a leg with a wrong rule is found too.
 """
 
@@ -28,10 +28,10 @@ from miles_ci.workflows.walk import Violation, runs
 
 _ASKS = re.compile(r"^python -m miles_ci bot (authorise|resolve)( |$)", re.MULTILINE)
 DEFAULT_BRANCH = "${{ github.event.repository.default_branch }}"
-WHY = "code reaches a machine of ours only behind the approval gate"
+WHY = "code reaches a machine of ours only behind the approval guard"
 
 
-def is_gate(workflow: Workflow, job: Job) -> bool:
+def is_guard(workflow: Workflow, job: Job) -> bool:
     """Whether a job decides about one commit with default-branch code, and without rights worth stealing."""
     writes = "write" in (workflow.permissions(job) or {"": "write"}).values()
     ours: object = None
@@ -71,8 +71,8 @@ class Leg:
 def open_legs(
     workflows: Mapping[str, Workflow], workflow: Workflow, inputs: Mapping[str, Any], fleet: Fleet
 ) -> list[Leg]:
-    """Legs of a file that no gate of the file itself holds back, when it is called with these literal inputs."""
-    return [leg for leg in _legs(workflows, workflow, inputs, fleet) if not _gates(workflow, leg.job)]
+    """Legs of a file that no guard of the file itself holds back, when it is called with these literal inputs."""
+    return [leg for leg in _legs(workflows, workflow, inputs, fleet) if not _guards(workflow, leg.job)]
 
 
 def _legs(
@@ -89,64 +89,64 @@ def _legs(
             yield Leg(job, f"{job.id}/{inner.at}")
 
 
-def _gates(workflow: Workflow, job: Job) -> list[str]:
-    return sorted(name for name in workflow.closure(job.id) if is_gate(workflow, workflow.jobs[name]))
+def _guards(workflow: Workflow, job: Job) -> list[str]:
+    return sorted(name for name in workflow.closure(job.id) if is_guard(workflow, workflow.jobs[name]))
 
 
-def prove_gates(workflows: Mapping[str, Workflow], fleet: Fleet) -> tuple[int, tuple[Violation, ...]]:
+def prove_guards(workflows: Mapping[str, Workflow], fleet: Fleet) -> tuple[int, tuple[Violation, ...]]:
     """(number of legs, violations) over every file."""
     count, found = 0, []
     for name, workflow in workflows.items():
         starts = set(workflow.on) - {"workflow_call"}
         for leg in _legs(workflows, workflow, {}, fleet):
-            gates = _gates(workflow, leg.job)
-            if not gates and not starts:
+            guards = _guards(workflow, leg.job)
+            if not guards and not starts:
                 continue  # whoever calls this file holds it back, or is found
             count += 1
-            problem, differences = _problem(workflow, leg.job, gates, fleet)
+            problem, differences = _problem(workflow, leg.job, guards, fleet)
             if problem:
                 condition = leg.job.condition or "(none: implicit success())"
                 found.append(Violation(name, leg.at, False, f"{WHY}: {problem}", differences, condition))
     return count, tuple(found)
 
 
-def _demands(tree: Node, gate: str) -> bool:
-    """Whether the condition is `needs.GATE.result == 'success' && …` at its outermost level."""
+def _demands(tree: Node, guard: str) -> bool:
+    """Whether the condition is `needs.GUARD.result == 'success' && …` at its outermost level."""
     parts = tree.args if isinstance(tree, Logical) and tree.operator == "&&" else (tree,)
     return any(
         isinstance(part, Compare)
         and part.operator == "=="
         and Literal("success") in (part.left, part.right)
-        and set(context_paths(part)) == {("needs", gate.lower(), "result")}
+        and set(context_paths(part)) == {("needs", guard.lower(), "result")}
         and isinstance(part.left if part.right == Literal("success") else part.right, Index)
         for part in parts
     )
 
 
-def _problem(workflow: Workflow, job: Job, gates: list[str], fleet: Fleet) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _problem(workflow: Workflow, job: Job, guards: list[str], fleet: Fleet) -> tuple[str, tuple[tuple[str, str], ...]]:
     """What is wrong with a leg, and the state that shows it; empty when nothing is."""
-    if not gates:
-        return "it needs no gate", ()
+    if not guards:
+        return "it needs no guard", ()
     tree = job.tree()
     foreign = sorted({".".join(path) for path in context_paths(tree) if path[0] != "needs"}) if tree else []
     if foreign:
         return f"its condition reads {foreign[0]}, which is not for a leg to decide by", ()
     reference = str((job.raw.get("with") or {}).get("ref", ""))
-    if reference not in {f"${{{{ needs.{gate}.outputs.sha }}}}" for gate in gates}:
-        return f"it checks out {reference or 'the event’s commit'!r} and not the commit that {gates[0]} names", ()
-    if tree is not None and any(_demands(tree, gate) for gate in gates):
+    if reference not in {f"${{{{ needs.{guard}.outputs.sha }}}}" for guard in guards}:
+        return f"it checks out {reference or 'the event’s commit'!r} and not the commit that {guards[0]} names", ()
+    if tree is not None and any(_demands(tree, guard) for guard in guards):
         return "", ()  # one outermost conjunct settles it
     # A status function can make any needed job matter; what the condition does not read cannot change the rest.
     read = {path[1] for path in context_paths(tree) if len(path) > 2 and path[2] == "result"} if tree else set()
-    names = sorted(name for name in workflow.closure(job.id) if name.lower() in read or name in gates)
+    names = sorted(name for name in workflow.closure(job.id) if name.lower() in read or name in guards)
     selected = (*fleet.suites, "cpu", "cuda", "rocm")
     for results in itertools.product(JOB_RESULTS, repeat=len(names)):
         assigned = dict(zip(names, results, strict=True))
-        if any(assigned[gate] == "success" for gate in gates):
+        if any(assigned[guard] == "success" for guard in guards):
             continue
         for none, bypass, image, cancelled in itertools.product((False, True), repeat=4):
             state = State(assigned, dict.fromkeys(selected, 0 if none else 1), "regular", bypass, image, cancelled)
             if runs(workflow, job, state, fleet):
                 shown = [(f"needs.{name}.result", result) for name, result in assigned.items() if result != "success"]
-                return "it runs although no gate succeeded", tuple(shown)
+                return "it runs although no guard succeeded", tuple(shown)
     return "", ()

@@ -1,4 +1,4 @@
-"""One gate before every machine of ours: forks, leftover labels, lost permissions, and what an approval starts."""
+"""One guard before every machine of ours: forks, leftover labels, lost permissions, and what an approval starts."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ CUDA = [
 
 
 @pytest.mark.parametrize(("values", "says", "again"), CUDA)
-def test_an_approval_asks_the_gate_of_the_cuda_run_again(
+def test_an_approval_asks_the_guard_of_the_cuda_run_again(
     fork: GitHub, job: Job, values: dict, says: str, again: bool
 ) -> None:
     run = fork.run("pr-test.yml", title="x", event="pull_request", **({"head_sha": HEAD} | values))

@@ -1,4 +1,4 @@
-"""No code reaches a machine of ours before the gate: the proof, what it must find, and forks through whole runs."""
+"""No code reaches a machine of ours before the guard: the proof, what it must find, and forks through whole runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from miles_ci.bot.required_check import judge
 from miles_ci.registry import Fleet
 from miles_ci.registry.hosted import is_hosted, self_hosted_suites
-from miles_ci.workflows.gates import prove_gates
 from miles_ci.workflows.generate import render
+from miles_ci.workflows.guards import prove_guards
 from miles_ci.workflows.lint import lint
 from miles_ci.workflows.model import Workflow
 from miles_ci.workflows.simulate import Event, Outcome, local_resolver, simulate
@@ -34,46 +34,46 @@ def changed(workflows: Mapping[str, Workflow], file: str, change: Change) -> dic
 
 
 def found(workflows: Mapping[str, Workflow], fleet: Fleet) -> dict[tuple[str, str], str]:
-    return {(item.file, item.job.split("/")[0]): item.why for item in prove_gates(workflows, fleet)[1]}
+    return {(item.file, item.job.split("/")[0]): item.why for item in prove_guards(workflows, fleet)[1]}
 
 
-def test_every_leg_on_a_machine_of_ours_waits_for_the_gate(workflows: Mapping[str, Workflow], fleet: Fleet) -> None:
-    legs, violations = prove_gates(workflows, fleet)
+def test_every_leg_on_a_machine_of_ours_waits_for_the_guard(workflows: Mapping[str, Workflow], fleet: Fleet) -> None:
+    legs, violations = prove_guards(workflows, fleet)
     assert violations == ()
     assert legs == len(self_hosted_suites(fleet)) + 3  # every GPU suite, and the three legs of a rerun
 
 
-def without_gate(job: dict[str, Any], gate: str) -> None:
-    parts = [part for part in str(job["if"]).split(" && ") if f"needs.{gate}.result" not in part]
+def without_guard(job: dict[str, Any], guard: str) -> None:
+    parts = [part for part in str(job["if"]).split(" && ") if f"needs.{guard}.result" not in part]
     job["if"] = " && ".join(parts)
 
 
-@pytest.mark.parametrize(("file", "leg", "gate"), LEGS)
+@pytest.mark.parametrize(("file", "leg", "guard"), LEGS)
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("dropped", "runs although no gate succeeded"), ("not failed", "runs although no gate succeeded"), ("or always", "runs although no gate succeeded"),
-        ("wrong way", "runs although no gate succeeded"), ("or skipped", "runs although no gate succeeded"), ("no need", "needs no gate"), ("by who asks", "which is not for a leg to decide by"), ("another commit", "and not the commit that"),
+        ("dropped", "runs although no guard succeeded"), ("not failed", "runs although no guard succeeded"), ("or always", "runs although no guard succeeded"),
+        ("wrong way", "runs although no guard succeeded"), ("or skipped", "runs although no guard succeeded"), ("no need", "needs no guard"), ("by who asks", "which is not for a leg to decide by"), ("another commit", "and not the commit that"),
     ],
 )  # fmt: skip
-def test_a_leg_that_gets_round_the_gate_is_found(
-    workflows: Mapping[str, Workflow], fleet: Fleet, file: str, leg: str, gate: str, what: str, why: str
+def test_a_leg_that_gets_round_the_guard_is_found(
+    workflows: Mapping[str, Workflow], fleet: Fleet, file: str, leg: str, guard: str, what: str, why: str
 ) -> None:
     def change(jobs: dict[str, Any]) -> None:
-        job, passed = jobs[leg], f"needs.{gate}.result == 'success'"
+        job, passed = jobs[leg], f"needs.{guard}.result == 'success'"
         if what == "dropped":
-            without_gate(job, gate)
-        elif what == "not failed":  # a skipped gate let nothing through
-            job["if"] = str(job["if"]).replace(passed, f"needs.{gate}.result != 'failure'")
+            without_guard(job, guard)
+        elif what == "not failed":  # a skipped guard let nothing through
+            job["if"] = str(job["if"]).replace(passed, f"needs.{guard}.result != 'failure'")
         elif what == "wrong way":
-            job["if"] = str(job["if"]).replace(passed, f"needs.{gate}.result != 'success'")
+            job["if"] = str(job["if"]).replace(passed, f"needs.{guard}.result != 'success'")
         elif what == "or always":
             job["if"] = f"({job['if']}) || always()"
         elif what == "or skipped":
-            job["if"] = str(job["if"]).replace(passed, f"({passed} || needs.{gate}.result == 'skipped')")
+            job["if"] = str(job["if"]).replace(passed, f"({passed} || needs.{guard}.result == 'skipped')")
         elif what == "no need":
-            without_gate(job, gate)
-            everything = {name for name, body in jobs.items() if gate in (name, *body.get("needs", []))}
+            without_guard(job, guard)
+            everything = {name for name, body in jobs.items() if guard in (name, *body.get("needs", []))}
             job["needs"] = [name for name in job["needs"] if name not in everything]
             job["if"] = "!cancelled()"
         elif what == "by who asks":
@@ -104,7 +104,7 @@ def set_checkout(ref: str) -> Change:
         lambda jobs: jobs["authorise"].pop("permissions") and jobs["authorise"].update(permissions={"contents": "write"}),
     ],
 )  # fmt: skip
-def test_a_job_that_only_looks_like_the_gate_is_none(
+def test_a_job_that_only_looks_like_the_guard_is_none(
     workflows: Mapping[str, Workflow], fleet: Fleet, change: Change
 ) -> None:
     got = found(changed(workflows, "pr-test.yml", change), fleet)
@@ -167,14 +167,14 @@ def test_a_cpu_pool_of_ours_is_gated_like_a_gpu_pool(own_cpu: tuple[Fleet, Mappi
     stage = files["pr-test.yml"].jobs["stage-a-cpu"]
     assert stage.raw["with"]["runs_on"] == '["self-hosted", "cpu-pool"]'
     assert stage.raw["with"]["ref"] == "${{ needs.authorise.outputs.sha }}"
-    legs, violations = prove_gates(files, fleet)
+    legs, violations = prove_guards(files, fleet)
     assert (legs, violations) == (len(self_hosted_suites(fleet)) + 3, ())
     assert lint(files) == []
     report = walk(files, fleet)
     assert not report.violations, report.text()
 
     def change(jobs: dict[str, Any]) -> None:
-        without_gate(jobs["stage-a-cpu"], "authorise")
+        without_guard(jobs["stage-a-cpu"], "authorise")
 
     open_files = changed(files, "pr-test.yml", change)
     assert ("pr-test.yml", "stage-a-cpu") in found(open_files, fleet)

@@ -1,0 +1,25 @@
+"""Whether a run may start, in one place: `miles recipe check`, `--dry-run` and the run itself ask the same questions.
+
+Nothing is started. Left out: what only the device or a running engine can say (memory, driver versions).
+"""
+
+from __future__ import annotations
+
+from miles.orchestrate.placed_cluster import known_facts
+from miles.orchestrate.placement import Placement, place
+from miles.orchestrate.preflight import check_host, check_port
+from miles.recipe import Recipe
+from miles.recipe.rules import Finding, check_or_raise
+
+
+def check_start(recipe: Recipe) -> list[Finding]:
+    """Warnings for a run that may start; `ConfigError` for rules, files, prompts, engine host or port that stop it."""
+    findings = check_or_raise(recipe)
+    check_host(recipe.engine.host)
+    check_port(recipe.engine)
+    return findings
+
+
+def check_place(recipe: Recipe) -> Placement:
+    """Where the run would go now; `PlacementError` where it has no place. An existing cluster is asked what it has."""
+    return place(recipe, known_facts(recipe.cluster))

@@ -1,0 +1,49 @@
+"""Commands of guides, run as the page has them, in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import read_page
+
+from miles_ci.declare import register_cpu_ci
+
+register_cpu_ci(est_time=60, suite="stage-b-cpu", nightly=True, timeout=600)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def follow(page: str, folder: Path, runs) -> list[str]:
+    """Run every `miles` command of the page in order; the last line that each printed."""
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(runs.temporary), "PYTHONPATH": str(ROOT)}
+    said = []
+    for _, words in read_page(ROOT / page).commands():
+        assert words[0] == "miles", words
+        command = [sys.executable, "-m", "miles.cli", *words[1:]]
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        said.append(done.stdout.strip().splitlines()[-1])
+    assert said
+    return said
+
+
+def rows(folder: Path, name: str) -> list[dict[str, float]]:
+    # Overrides beside the name keep the name's folder.
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(400)
+def test_a_finished_run_teaches_the_next_one(runs, tmp_path):
+    follow("docs/guide/distillation.md", tmp_path, runs)
+    learned = rows(tmp_path, "student")
+    assert learned[0]["rollout/reward_mean"] <= 0.2
+    assert sum(row["rollout/reward_mean"] for row in learned[-5:]) / 5 >= 0.9
+    assert learned[-1]["train/teacher_kl"] < 0.2 * learned[0]["train/teacher_kl"]
