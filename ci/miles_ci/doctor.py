@@ -65,7 +65,11 @@ def examine(fleet: Fleet, root: Path, *, check_health: bool = True) -> Machine:
     found: list[DeviceReport] = []
     drivers: dict[str, str] = {}
     health: dict[str, str] = {}
+    unable = system.why_not()
     for backend in fleet.device_backends():
+        if unable is not None:
+            drivers[backend] = f"not asked ({unable})"
+            continue
         try:
             asked = device_backend(fleet, backend, root)
             devices = inherited(host_devices(asked), asked)

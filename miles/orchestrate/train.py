@@ -47,6 +47,7 @@ from miles.recipe.dtype_rules import measured_gap
 from miles.rollout.pool import EnginePool
 from miles.rollout.protocol import Rollout
 from miles.rollout.rewards import RewardPool, build_reward
+from miles.train import installed
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
     located = locate(recipe, overrides)
     # A finished run is reported on any machine.
     if fresh or not located.result.exists():
+        installed.require()
         check_placement(recipe)
     with claimed(located, recipe, fresh=fresh) as folder:
         finished = folder.read_result()
