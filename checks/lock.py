@@ -1,6 +1,6 @@
 """Does the lock install from wheels alone, everywhere we say? `python -m checks.lock` (a minute; asks the package index).
 
-For every supported Python and processor, what `make quickstart` installs and what development adds is resolved under
+For every supported Python and processor, what `make quickstart` installs and all extras are resolved under
 constraints.txt without looking at this machine. Whatever is resolved must be pinned. Three packages that reasoning-gym
 needs are published as source only; nothing that `make quickstart` installs is. And what we say of machines on
 which nothing can be trained is held to: without megatron-core, the same list resolves there.
@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from miles_ci.workflows.requirements import requirements
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECTS = [ROOT / "pyproject.toml", ROOT / "ci/pyproject.toml"]
-DEVELOPMENT = ["dev", "tasks", "run", "postgres", "schema", "pretty"]
 PYTHONS = ("3.11", "3.12", "3.13")
 LINUX = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28")
 MAC = "aarch64-apple-darwin"
@@ -73,10 +73,10 @@ def read_pins(text: str) -> dict[str, str]:
 def faults(resolver: Resolver, say: Callable[[str], None]) -> Iterator[str]:
     """One line each; `say` is told what was looked at."""
     pinned = read_pins(CONSTRAINTS.read_text(encoding="utf-8"))
-    base, everything = requirements(PROJECTS, []), requirements(PROJECTS, DEVELOPMENT)
+    base, everything = requirements(PROJECTS, []), requirements(PROJECTS, extras())
     for python in PYTHONS:
         for platform in LINUX:
-            for what, wanted, from_source in (("quickstart", base, ()), ("development", everything, SOURCE_ONLY)):
+            for what, wanted, from_source in (("quickstart", base, ()), ("every extra", everything, SOURCE_ONLY)):
                 where = f"Python {python}, {platform}, {what}"
                 answer = resolver(wanted, python, platform, from_source)
                 if answer.error:
@@ -95,6 +95,12 @@ def faults(resolver: Resolver, say: Callable[[str], None]) -> Iterator[str]:
             yield f"{where}: {ABSENT} has a wheel now; accept this machine, or correct what we say of it"
         else:
             say(f"{where}: all but {ABSENT}")
+
+
+def extras() -> list[str]:
+    """Every extra of both projects."""
+    projects = [tomllib.loads(path.read_text(encoding="utf-8"))["project"] for path in PROJECTS]
+    return sorted({name for project in projects for name in project["optional-dependencies"]})
 
 
 def pin(name: str, pinned: dict[str, str]) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,19 @@ from miles.data.tokenizer import Tokenizer
 from miles.evaluate import summary
 from miles.evaluate.best import read_best
 from miles.evaluate.evaluator import Evaluator
+from miles.observe import samples_log
 from miles.observe.metrics_log import MetricsLog, read_rows, require_steps, rewind
 from miles.observe.progress import Progress, open_progress
 from miles.observe.reward_report import MEAN_OVER, write_reward_report
-from miles.observe.tensorboard_events import TensorBoardEvents
+from miles.observe.samples_log import SamplesLog
+from miles.observe.trackers.feed import Trackers
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.backends import open_rollout
 from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.device_sharing import device_sharing
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.evaluation import RunEvaluation
+from miles.orchestrate.event_loop import run_to_end
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop
@@ -40,26 +41,30 @@ from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.placed_cluster import check_placement, placed_cluster
 from miles.orchestrate.placement import Placement
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
+from miles.orchestrate.run_result import RunResult
 from miles.orchestrate.schedule import schedule_config
 from miles.orchestrate.startable import check_start
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
+from miles.recipe.schema import settings
 from miles.rollout.pool import EnginePool
 from miles.rollout.protocol import Rollout
 from miles.rollout.rewards import RewardPool, build_reward
 from miles.train import installed
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a finished run reports."""
+def train(
+    recipe: Recipe,
+    overrides: Sequence[str],
+    *,
+    fresh: bool,
+    console: Console,
+    on_step: Callable[[Row], object] | None = None,
+) -> RunResult:
+    """Run the recipe to its end. A run that is already finished is only reported.
 
-    line: str
-    result: dict[str, Any]
-
-
-def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Console) -> Outcome:
-    """Run the recipe to its end and return the closing line. A run that is already finished is only reported."""
+    `on_step` gets a copy of each row of the log as it is recorded; what it raises ends the run.
+    """
     started = time.monotonic()
     # Rows are a few tokens long: handing them to a thread pool costs more than decoding them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -80,11 +85,15 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
                 f"{folder.path}: this run is finished; --fresh starts it over", highlight=False, soft_wrap=True
             )
             _check_expectations(recipe, rows)
-            return Outcome(finished["line"], finished)
+            return RunResult(finished["line"], finished, folder.path, rows)
         check_or_record(recipe, folder)
         model_dir = prepare_model(recipe, folder)
-        progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
-        try:
+        with (
+            contextlib.closing(
+                open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
+            ) as progress,
+            contextlib.closing(_trackers(recipe, folder, progress)) as trackers,
+        ):
             tokenizer = Tokenizer(model_dir)
             progress.stage("starting Ray")
             with (
@@ -92,28 +101,33 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
                 started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,
             ):
-                session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards)
-                rows = asyncio.run(session.run())
+                session = _Session(
+                    recipe, placement, folder, model_dir, progress, tokenizer, rewards, trackers, on_step
+                )
+                rows = run_to_end(session.run())
                 # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, folder, started)
                 write_reward_report(_steps(recipe, rows), folder.path, name=recipe.name)
-        finally:
-            progress.close()
+        # After the trackers: a finished run is only reported, so they have to have it all.
         write_atomic(folder.result, json.dumps(result, indent=1) + "\n")
     _check_expectations(recipe, rows)
-    return Outcome(result["line"], result)
+    return RunResult(result["line"], result, folder.path, rows)
 
 
 @contextlib.contextmanager
 def started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool]:
     """The pool of the recipe's reward function; its processes start and end here."""
     config = recipe.rollout.reward
-    pool = RewardPool(config, build_reward(config, recipe.data), tokenizer)
+    pool = RewardPool(config, build_reward(config, recipe.data, seed=recipe.seed), tokenizer)
     pool.start()
     try:
         yield pool
     finally:
         pool.close()
+
+
+def _trackers(recipe: Recipe, folder: RunFolder, progress: Progress) -> Trackers:
+    return Trackers(recipe.observe, name=recipe.name, folder=folder.path, settings=settings(recipe), warn=progress.warn)
 
 
 class _Session:
@@ -128,10 +142,13 @@ class _Session:
         progress: Progress,
         tokenizer: Tokenizer,
         rewards: RewardPool,
+        trackers: Trackers,
+        on_step: Callable[[Row], object] | None,
     ) -> None:
+        self.on_step = on_step
         self.placement = placement
         self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
-        self.tokenizer, self.rewards = tokenizer, rewards
+        self.tokenizer, self.rewards, self.trackers = tokenizer, rewards, trackers
 
     async def run(self) -> list[Row]:
         """Rows of the metrics log; however it ends, what waits for Ray in other threads waits no longer than the sweeper."""
@@ -144,30 +161,39 @@ class _Session:
         recipe, folder = self.recipe, self.folder
         self.progress.stage("starting trainer and engine")
         async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
-            prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
-            engines = EnginePool(
-                actors.engine_urls,
-                token=actors.token,
-                timeout_s=recipe.rollout.request_timeout_s,
-                version_wait_s=recipe.run.timeout_s,
-            )
-            rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
-            first_step, version = self._resume(actors, rollout)
-            rows = rewind(folder.metrics, first_dropped_step=first_step)
             async with contextlib.AsyncExitStack() as stack:
+                prompts = stack.enter_context(PromptSource(recipe.data, self.tokenizer, recipe.seed))
+                engines = EnginePool(
+                    actors.engine_urls,
+                    token=actors.token,
+                    timeout_s=recipe.rollout.request_timeout_s,
+                    version_wait_s=recipe.run.timeout_s,
+                )
+                rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
+                first_step, version = self._resume(actors, rollout)
+                rows = rewind(folder.metrics, first_dropped_step=first_step)
+                samples_log.rewind(folder.path, first_dropped_step=first_step, warn=self.progress.warn)
+                self.trackers.start(rows)
                 await stack.enter_async_context(engines)
                 stack.push_async_callback(rollout.close)
                 evaluation = self._evaluation(stack, actors, engines)
                 log = stack.enter_context(MetricsLog(folder.metrics))
-                record = self._recorder(stack, log, rows)
+                samples = SamplesLog(folder.path, recipe.observe.samples, self.tokenizer, self.progress.warn)
+                stack.callback(samples.close)
+
+                def make_durable() -> None:
+                    samples.sync()
+                    log.sync()
+
                 loop = TrainingLoop(
                     recipe,
                     actors,
                     rollout,
                     folder,
                     schedule_config(recipe, pad_id=self.tokenizer.pad_id, flops=self._flops()),
-                    record,
-                    log.sync,
+                    self._recorder(log, rows),
+                    samples.append,
+                    make_durable,
                     devices=device_sharing(recipe.placement.mode, actors, engines),
                     version=version,
                     evaluation=evaluation,
@@ -176,7 +202,13 @@ class _Session:
                 # What start-up made lives to the end: collections during the steps need not walk over it.
                 gc.collect()
                 gc.freeze()
+                stack.callback(gc.unfreeze)  # a program or notebook goes on afterwards
                 await loop.run(first_step)
+                if prompts.task.size is None:
+                    # Those of a task that ends were told by the rules.
+                    for note in prompts.notes():
+                        self.progress.warn(note)
+            self.trackers.end()
             self.progress.stage("exporting the model")
             await actors.on_all_workers("export", folder.exported_model)
             self.progress.stage("done")
@@ -194,18 +226,15 @@ class _Session:
     def _resume(self, actors: ActorGroup, rollout: Rollout) -> tuple[int, int]:
         """(first step to run, weight version that the trainer holds)."""
         for note in actors.notes:
-            self.progress.stage(f"checkpoint passed over: {note}")
+            self.progress.say(f"checkpoint passed over: {note}")
         if actors.resumed is None:
             return 0, 0
         rollout.restore(actors.resumed["rollout"])
         step = int(actors.resumed["step"])
-        self.progress.stage(f"resuming after step {step}")
+        self.progress.say(f"resuming after step {step}")
         return step, int(actors.resumed["weight_version"])
 
-    def _recorder(self, stack: contextlib.AsyncExitStack, log: MetricsLog, rows: list[Row]) -> Any:
-        events = TensorBoardEvents(self.folder.tensorboard, rows) if self.recipe.run.tensorboard else None
-        if events is not None:
-            stack.callback(events.close)
+    def _recorder(self, log: MetricsLog, rows: list[Row]) -> Any:
         first = len(rows)
 
         def record(row: Row) -> None:
@@ -217,10 +246,11 @@ class _Session:
                 self.progress.warn(gap)
             rows.append(row)
             log.append(row)
-            if events is not None:
-                events.append(row)
+            self.trackers.append(row)
             if trained:
                 self.progress.step(row)
+            if self.on_step is not None:
+                self.on_step(dict(row))
 
         return record
 

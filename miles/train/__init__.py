@@ -1,5 +1,7 @@
 """Training backends, checkpoints and replay of one step. `miles.train.backend` is the seam; nothing heavy is imported here."""
 
+from miles.config.callable_room import make_callable
+
 __all__ = [
     "backend",
     "config",
@@ -12,3 +14,5 @@ __all__ = [
     "step_replay",
     "steps",
 ]
+
+make_callable(__name__)

@@ -29,7 +29,7 @@ def index(*, python: str = "", platform: str = "", answer: Answer | None = None,
     return resolver, asked
 
 
-def test_every_pair_is_asked_and_only_development_may_take_sources() -> None:
+def test_every_pair_is_asked_and_only_extras_may_take_sources() -> None:
     resolver, asked = index()
     assert list(lock.faults(resolver, lambda _: None)) == []
     assert len({(python, platform) for python, platform, _ in asked if python != "3.14" and platform != MAC}) == 6
@@ -39,7 +39,7 @@ def test_every_pair_is_asked_and_only_development_may_take_sources() -> None:
 def test_a_pair_that_does_not_resolve_is_named_with_the_resolvers_words() -> None:
     resolver, _ = index(python="3.12", platform=LINUX[1], answer=Answer({}, "ray==9 has no wheels"))
     found = list(lock.faults(resolver, lambda _: None))
-    assert found == [f"Python 3.12, {LINUX[1]}, {what}: ray==9 has no wheels" for what in ("quickstart", "development")]
+    assert found == [f"Python 3.12, {LINUX[1]}, {what}: ray==9 has no wheels" for what in ("quickstart", "every extra")]
 
 
 def test_a_package_without_a_pin_is_named() -> None:
