@@ -131,7 +131,7 @@ class ValueConfig(StrictModel):
 def _known(kind: Kind) -> AfterValidator:
     def check(name: str) -> str:
         check_name(kind, name)
-        return name
+        return user_code.reference(name)
 
     return AfterValidator(check)
 

@@ -29,7 +29,6 @@ from miles.observe.samples_log import SamplesLog
 from miles.observe.trackers.feed import Trackers
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.backends import open_rollout
-from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.device_sharing import device_sharing
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.evaluation import RunEvaluation
@@ -44,6 +43,7 @@ from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.orchestrate.run_result import RunResult
 from miles.orchestrate.schedule import schedule_config
 from miles.orchestrate.startable import check_start
+from miles.orchestrate.sweeper_handle import announce_stop, marked
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
 from miles.recipe.schema import settings
@@ -97,6 +97,7 @@ def train(
             tokenizer = Tokenizer(model_dir)
             progress.stage("starting Ray")
             with (
+                marked(),
                 # Worker processes of rewards start beside Ray's.
                 started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,
