@@ -1,3 +1,3 @@
 """Test processes: one supervised pytest, what stands between it and the runner, and the plugin inside it."""
 
-__all__ = ["kernel", "process_tree", "pytest_process", "supervisor_client"]
+__all__ = ["process_tree", "pytest_process", "supervisor_client"]
