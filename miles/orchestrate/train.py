@@ -50,6 +50,7 @@ from miles.recipe.schema import settings
 from miles.rollout.pool import EnginePool
 from miles.rollout.protocol import Rollout
 from miles.rollout.rewards import RewardPool, build_reward
+from miles.train import installed
 
 
 def train(
@@ -72,6 +73,7 @@ def train(
     located = locate(recipe, overrides)
     # A finished run is reported on any machine.
     if fresh or not located.result.exists():
+        installed.require()
         check_placement(recipe)
     with claimed(located, recipe, fresh=fresh) as folder:
         finished = folder.read_result()
