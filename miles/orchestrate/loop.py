@@ -132,7 +132,10 @@ class TrainingLoop:
         await self.rollout.on_new_version(self.version)
 
     async def send_weights(self, version: int) -> None:
-        """The trainer's weights to every engine as `version`; an engine that does not serve it ends the run."""
+        """The trainer's weights to every engine as `version`; an engine that does not serve it ends the run. Without
+        engines (given answers) there is nobody to send to."""
+        if not self.actors.engines:
+            return
         await self.devices.to_weight_sync()
         check_engines(version, (await self.actors.on_all_workers("send_weights", version))[0])
         await self.devices.to_engines()

@@ -26,7 +26,8 @@ def scores_needed(recipe: Recipe) -> list[NeededScore]:
     algo = recipe.algo
     needed: list[NeededScore] = []
     # After the first of several optimizer steps the policy is no longer the one that the ratio is taken to.
-    if algo.needs_old_log_probs or (recipe.several_steps and not algo.correction.bypass):
+    ratios = algo.declared_loss.advantages and recipe.several_steps and not algo.correction.bypass
+    if algo.needs_old_log_probs or ratios:
         needed.append(NeededScore("policy", "log_probs", "old_log_probs"))
     if algo.needs_reference_support:
         needed.append(NeededScore("reference", "support", None))

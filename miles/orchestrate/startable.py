@@ -15,8 +15,9 @@ from miles.recipe.rules import Finding, check_or_raise
 def check_start(recipe: Recipe) -> list[Finding]:
     """Warnings for a run that may start; `ConfigError` for rules, files, prompts, engine host or port that stop it."""
     findings = check_or_raise(recipe)
-    check_host(recipe.engine.host)
-    check_port(recipe.engine)
+    if not recipe.supervised:
+        check_host(recipe.engine.host)
+        check_port(recipe.engine)
     return findings
 
 

@@ -94,7 +94,7 @@ def _user_code(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     try:
         recipe.algo.check_declared()
-        recipe.check_group_size()
+        recipe.check_source()
     except (ConfigError, ValueError) as error:
         message, _, fix = str(error).partition("; ")
         yield Finding("USER-CODE", "error", message, fix)
@@ -203,6 +203,8 @@ def _support(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
 def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
+    if recipe.supervised:
+        return  # nothing is sampled
     rollout, engine = recipe.rollout, recipe.engine
     correction = recipe.algo.correction
     if rollout.max_staleness and not (correction.active or correction.bypass):
@@ -223,13 +225,6 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
             "rollout is trained in one optimizer step"
         )
         fix = "set data.global_batch_size below the step's rollouts, or algo.correction.bypass=true, or remove opsm"
-        yield Finding("ROLLOUT-MODE", "error", message, fix)
-    if not recipe.algo.declared_loss.advantages:
-        message = (
-            f"algo.loss {recipe.algo.loss} repeats every answer whatever its reward, and the loop's answers are the "
-            "policy's own"
-        )
-        fix = "use algo.loss=ppo_clip; supervised data goes through miles.algos.step_batches.prepare_steps"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
     if engine.engine != "embedded":
         message = f"engine.engine {engine.engine} cannot be started by the loop yet"
