@@ -28,7 +28,7 @@ $(RUN_READY): $(VENV)/bin/python pyproject.toml ci/pyproject.toml constraints.tx
 	@touch $@
 
 $(DEV_READY): $(RUN_READY)
-	$(PIP) install --quiet --constraint constraints.txt --editable './ci[run,postgres,schema,pretty]' --editable '.[dev,tasks]'
+	$(PIP) install --quiet --constraint constraints.txt --editable './ci[run,postgres,schema,pretty]' --editable '.[dev,tasks,docs]'
 	@touch $@
 
 # GitHub's own workflow parser, which tests compare ours with; where npm is missing they say so.
@@ -75,6 +75,12 @@ format: $(DEV_READY) ## format and fix what can be fixed
 generate: $(DEV_READY) ## write the generated workflows and pages
 	$(BIN)/miles-ci generate
 	$(BIN)/python -m checks.metrics_page
+
+# MkDocs speaks of its own next version at every start.
+.PHONY: docs
+docs: $(DEV_READY) ## build the documentation site without a network into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+	@echo "build/site/index.html"
 
 .PHONY: bench
 bench: $(DEV_READY) ## measure GRPO on CPU against TRL on this machine (10 minutes)

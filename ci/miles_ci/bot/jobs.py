@@ -313,9 +313,23 @@ def sweep(args: argparse.Namespace) -> int:
 
     longest = max(suite.timeout_s for suite in _fleet().suites.values()) + 3600
     done = pass_over(Client.from_environment(), bot_id=bot_id(), limit_s=float(longest))
-    print(done.text())
-    write_summary(done.text())
+    _write_list("Sweep", done or ["Nothing was left behind."])
     return ExitCode.OK
+
+
+def starvation(args: argparse.Namespace) -> int:
+    """Fails when a job starves: GitHub tells somebody of a scheduled run that failed, nobody reads a green one."""
+    from miles_ci.bot.starvation import starved
+
+    app = Client.from_environment(token_name="APP_TOKEN") if variable("APP_TOKEN", required=False) else None
+    found = list(starved(Client.from_environment(), app, _fleet()))
+    _write_list("Waiting for machines", found or ["Every job that waits has a machine to wait for."])
+    return ExitCode.INFRA if found else ExitCode.OK
+
+
+def _write_list(title: str, lines: list[str]) -> None:
+    print("\n".join(lines))
+    write_summary("\n".join([f"### {title}", "", *(f"- {line}" for line in lines)]) + "\n")
 
 
 def card(args: argparse.Namespace) -> int:
@@ -352,5 +366,5 @@ def _lark(secret_name: str | None, made: Card) -> str:
 JOBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "announce": announce, "approve": approve, "authorise": authorise, "card": card, "required-check": check, "gateway": gateway,
     "lint-report": lint_report, "plan": plan, "report": report, "resolve": resolve, "resolve-deps": resolve_deps,
-    "resolve-image": resolve_image, "sweep": sweep,
+    "resolve-image": resolve_image, "starvation": starvation, "sweep": sweep,
 }  # fmt: skip

@@ -1,14 +1,13 @@
 """Status sweeper: nothing of ours says "running" for ever.
 
 Every half hour: rerun comments still `running` whose run has ended get the true result; those whose run is gone
-or far beyond its limit become `lost`. Jobs that wait on a pool without an online runner are reported.
+or far beyond its limit become `lost`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from miles_ci.bot.github import Client, GitHubError
@@ -16,25 +15,12 @@ from miles_ci.bot.marker import Marker, ours
 from miles_ci.bot.rerun.report import Finding, collect, report
 from miles_ci.bot.rerun.request import Request
 from miles_ci.bot.rerun.verdict import RerunVerdict
-from miles_ci.bot.runs import Run, jobs_of, read_run, to_run
+from miles_ci.bot.runs import Run, jobs_of, read_run
 
 LOOK_BACK_S = 3 * 86_400
 GRACE_S = 30 * 60
 # The longest job limit any suite has, plus announce, resolve and report.
 DEFAULT_LIMIT_S = 6 * 3600
-QUEUED_LIMIT_S = 60 * 60
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """`finished`: comments brought to a terminal state; `starved`: jobs that no runner can take."""
-
-    finished: tuple[str, ...]
-    starved: tuple[str, ...]
-
-    def text(self) -> str:
-        lines = [f"- {line}" for line in (*self.finished, *self.starved)]
-        return "\n".join(["### Sweep", "", *(lines or ["Nothing was left behind."])]) + "\n"
 
 
 def _iso(seconds: float) -> str:
@@ -50,8 +36,8 @@ def running_comments(client: Client, bot_id: int) -> Iterator[tuple[Mapping[str,
             yield comment, marker
 
 
-def sweep(client: Client, *, bot_id: int, limit_s: float = DEFAULT_LIMIT_S) -> Sweep:
-    """One pass; each comment on its own, so that one that cannot be handled does not stop the others."""
+def sweep(client: Client, *, bot_id: int, limit_s: float = DEFAULT_LIMIT_S) -> list[str]:
+    """One pass: a line for each comment that was handled, each on its own, so that one failure does not stop the rest."""
     finished = []
     for comment, marker in running_comments(client, bot_id):
         try:
@@ -60,7 +46,7 @@ def sweep(client: Client, *, bot_id: int, limit_s: float = DEFAULT_LIMIT_S) -> S
             done = f"comment {comment['id']}: {error}"
         if done:
             finished.append(done)
-    return Sweep(tuple(finished), tuple(starved(client)))
+    return finished
 
 
 def _finish(client: Client, comment: Mapping[str, Any], marker: Marker, bot_id: int, limit_s: float) -> str:
@@ -119,38 +105,3 @@ def _check_id(client: Client, request: Request) -> int:
         return next((int(run["id"]) for run in runs if run.get("external_id") == request.request_id), 0)
     except GitHubError:
         return 0
-
-
-def starved(client: Client) -> Iterator[str]:
-    """Jobs queued for more than an hour on labels that no online runner carries."""
-    runners: list[Mapping[str, Any]] | None = None
-    for status in ("queued", "in_progress"):
-        for entry in client.pages("{repo}/actions/runs", "workflow_runs", status=status):
-            run = to_run(entry)
-            for job in jobs_of(client, run.id, run.attempt):
-                waited = client.clock() - (job.created_at or client.clock())
-                if job.status != "queued" or waited <= QUEUED_LIMIT_S or "self-hosted" not in job.labels:
-                    continue
-                if runners is None:
-                    runners = _runners(client)
-                if runners is None or not _online(runners, job.labels):
-                    where = "no online runner" if runners is not None else "the runner list is not readable"
-                    yield f"{run.url}: job {job.name} has waited {waited / 60:.0f} min for {', '.join(job.labels)} ({where})"
-
-
-def _runners(client: Client) -> list[Mapping[str, Any]] | None:
-    try:
-        return list(client.pages("{repo}/actions/runners", "runners"))
-    except GitHubError as error:
-        if error.status in (403, 404):
-            return None
-        raise
-
-
-def _online(runners: list[Mapping[str, Any]], labels: tuple[str, ...]) -> bool:
-    wanted = {label.lower() for label in labels}
-    for runner in runners:
-        have = {str(label["name"]).lower() for label in runner.get("labels") or []}
-        if runner.get("status") == "online" and wanted <= have:
-            return True
-    return False

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     image.add_argument("--reference", required=True)
     resolve = jobs.add_parser("resolve", help="rerun: registrations of the file")
     resolve.add_argument("--root", type=Path, required=True, help="checkout of the tested commit, read as data")
-    for name in ("announce", "approve", "authorise", "card", "gateway", "lint-report", "report", "sweep"):
+    for name in ("announce", "approve", "authorise", "card", "gateway", "lint-report", "report", "starvation", "sweep"):
         jobs.add_parser(name, help="see miles_ci.bot.jobs")
 
 

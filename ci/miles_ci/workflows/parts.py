@@ -128,11 +128,12 @@ def download(
     return step
 
 
-def app_token(*permissions: str) -> Step:
+def app_token(*permissions: str, when: str | None = None) -> Step:
     """A token of our GitHub App: what it changes starts workflows, what GITHUB_TOKEN changes does not."""
     asked = {f"permission-{name.split(':')[0]}": name.split(":")[1] for name in permissions}
     return {
         "name": "App token",
+        **({"if": when} if when else {}),
         "id": "app",
         "uses": action("actions/create-github-app-token"),
         "with": {

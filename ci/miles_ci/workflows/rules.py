@@ -171,7 +171,7 @@ def _bot_rules() -> dict[str, dict[str, Rule]]:
         "lint-patch.yml": {"format": START, "report": ALWAYS},
         "rerun-test.yml": {"announce": START, "resolve": resolve, **legs, "report": ALWAYS},
         "status-card.yml": {"card": START},
-        "status-sweeper.yml": {"sweep": START},
+        "status-sweeper.yml": {"starvation": START, "sweep": START},
     }
 
 

@@ -29,6 +29,8 @@ from miles_ci.workflows.parts import (
 READ = {"contents": "read"}
 TOKEN = {"GITHUB_TOKEN": "${{ github.token }}"}
 APP_ID = {"APP_ID": "${{ vars.MILES_CI_APP_ID }}"}
+# What an App's token needs to list a repository's runners.
+RUNNER_PERMISSION = "administration:read"
 APP = APP_ID | {"APP_TOKEN": "${{ steps.app.outputs.token }}"}
 _REQUEST = {
     "COMMAND_COMMENT_ID": "${{ inputs.command_comment_id }}",
@@ -257,12 +259,25 @@ if (( size > 1048576 )); then echo "the patch has $size bytes, more than 1 MiB" 
 def status_sweeper() -> dict[str, Any]:
     permissions = {"actions": "read", "checks": "write", "contents": "read", "pull-requests": "write"}
     steps = [*trusted_tools(), run("Finish what was left behind", "python -m miles_ci bot sweep", env=TOKEN)]
+    # GITHUB_TOKEN cannot list runners. Of its own, so that a missing permission of the App holds up no comment.
+    waiting = [
+        *trusted_tools(),
+        app_token(RUNNER_PERMISSION, when="vars.MILES_CI_APP_ID != ''"),
+        run(
+            "Report jobs that wait for nobody",
+            "python -m miles_ci bot starvation",
+            env=TOKEN | {"APP_TOKEN": APP["APP_TOKEN"]},
+        ),
+    ]
     return {
         "name": "Status sweeper",
         "on": {"schedule": [{"cron": "*/30 * * * *"}], "workflow_dispatch": {}},
         "permissions": {},
         "concurrency": {"group": "status-sweeper"},
-        "jobs": {"sweep": job(steps=steps, permissions=permissions)},
+        "jobs": {
+            "starvation": job(steps=waiting, permissions=READ | {"actions": "read"}),
+            "sweep": job(steps=steps, permissions=permissions),
+        },
     }
 
 

@@ -4,7 +4,8 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ HEAD = "a1" * 20
 
 @pytest.fixture
 def hub() -> Iterator[GitHub]:
-    """A running server; the test fails if any request or reply broke GitHub's contract."""
+    """A running server; the test fails if any request or reply broke GitHub's contract or a token's permissions."""
     server = GitHub()
     server.start()
     yield server
     server.stop()
     assert server.problems == []
+    assert server.refused == []
 
 
 class Clock:
@@ -89,17 +91,34 @@ def checkout(tmp_path: Path) -> Path:
 Job = Callable[..., tuple[int, dict[str, str]]]
 
 
+@dataclass(frozen=True)
+class Step:
+    """What a generated workflow really gives a bot job: names of variables, permissions of its two tokens."""
+
+    env: frozenset[str]
+    permissions: Mapping[str, str]
+    app_permissions: Mapping[str, str]
+
+
 @cache
-def declared_environment() -> dict[str, set[str]]:
-    """Bot job -> names that the generated workflow really passes to it."""
-    found: dict[str, set[str]] = {}
+def steps_of() -> dict[str, list[Step]]:
+    """Bot job -> every step that runs it."""
+    found: dict[str, list[Step]] = {}
     for text in render(load_fleet(ROOT / "registry.yaml")).values():
         for body in parse_yaml(text)["jobs"].values():
+            given = next((step["with"] for step in body.get("steps") or [] if step.get("id") == "app"), {})
+            app = {k.removeprefix("permission-"): v for k, v in given.items() if k.startswith("permission-")}
             for step in body.get("steps") or []:
                 for name in re.findall(r"python -m miles_ci bot ([a-z-]+)", step.get("run", "")):
-                    names = set(step.get("env") or {})
-                    found[name] = found[name] & names if name in found else names
+                    env = frozenset(step.get("env") or {})
+                    found.setdefault(name, []).append(Step(env, body["permissions"], app))
     return found
+
+
+def granted_by(every: list[Mapping[str, str]]) -> dict[str, str]:
+    """What each of several steps may do."""
+    names = set.intersection(*(set(one) for one in every))
+    return {name: "read" if any(one[name] == "read" for one in every) else "write" for name in names}
 
 
 @pytest.fixture
@@ -118,7 +137,8 @@ def job(hub: GitHub, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         folder.mkdir()
         values = base | env
         # Nothing reaches a job that its workflow step does not pass (GITHUB_* beside the token is the runner's).
-        passed = declared_environment()[name]
+        steps = steps_of()[name]
+        passed = frozenset.intersection(*(step.env for step in steps))
         values = {
             key: value
             for key, value in values.items()
@@ -128,10 +148,18 @@ def job(hub: GitHub, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         if event is not None:
             (folder / "event.json").write_text(json.dumps(event))
             values["GITHUB_EVENT_PATH"] = str(folder / "event.json")
-        with monkeypatch.context() as patch:
-            for key, value in values.items():
-                patch.setenv(key, value)
-            code = main(["bot", name, *args])
+        # Nor may it do what the workflow's permissions do not allow its tokens.
+        hub.granted = {
+            TOKEN: granted_by([step.permissions for step in steps]),
+            APP_TOKEN: granted_by([step.app_permissions for step in steps]),
+        }
+        try:
+            with monkeypatch.context() as patch:
+                for key, value in values.items():
+                    patch.setenv(key, value)
+                code = main(["bot", name, *args])
+        finally:
+            hub.granted = None
         text = (folder / "output").read_text() if (folder / "output").exists() else ""
         outputs = dict(line.partition("=")[::2] for line in text.splitlines())
         outputs["summary"] = (folder / "summary").read_text() if (folder / "summary").exists() else ""

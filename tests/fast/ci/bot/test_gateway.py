@@ -174,23 +174,3 @@ def test_a_closed_pull_request_runs_nothing(pull: GitHub, job: Job) -> None:
     pull.pulls[NUMBER]["state"] = "closed"
     assert "closed" in say(job, pull, "/rerun-test tests/fast/sample/test_good.py")[0]
     assert pull.dispatched == []
-
-
-def test_jobs_that_wait_for_a_pool_without_online_runners_are_reported(pull: GitHub, job: Job) -> None:
-    run = pull.run("pr-test-rocm.yml", title="x", status="queued")
-    labels = ["self-hosted", "amd", "mi300x", "4gpu"]
-    pull.job(
-        run["id"],
-        "stage-c-4-gpu-mi300x (1/2) / stage-c-4-gpu-mi300x",
-        None,
-        status="queued",
-        created_at=iso(time.time() - 7200),
-        labels=labels,
-        completed_at=None,
-    )
-    code, outputs = job("sweep")
-    assert code == 0
-    assert "has waited 120 min for self-hosted, amd, mi300x, 4gpu (no online runner)" in outputs["summary"]
-    names = [{"name": name} for name in labels]
-    pull.runners = [{"id": 1, "name": "r", "os": "linux", "status": "online", "busy": True, "labels": names}]
-    assert "Nothing was left behind" in job("sweep")[1]["summary"]

@@ -190,7 +190,7 @@ def test_only_the_card_and_the_bots_see_secrets_and_no_test_job_does(workflows: 
     users = {
         name for name, workflow in workflows.items() for _, text in all_strings(workflow.raw) if "secrets." in text
     }
-    assert users == {"approve-trusted.yml", "comment-gateway.yml", "status-card.yml"}
+    assert users == {"approve-trusted.yml", "comment-gateway.yml", "status-card.yml", "status-sweeper.yml"}
 
 
 def test_the_event_of_a_caller_is_never_used_to_infer_a_cadence(workflows: Mapping[str, Workflow]) -> None:

@@ -3,7 +3,7 @@
 It keeps what the bots need (pull requests, comments, check runs, labels, runs, jobs, artifacts) and answers with
 objects that validate against GitHub's description. `problems` collects every violation; tests assert it is empty.
 `faults` makes the next matching requests fail before or after they took effect; a listing does not show `hidden`
-comments yet.
+comments yet. `granted`, when set, is what each token may do; `refused` what it was asked beyond that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.fast.ci.bot.helpers import openapi
 from tests.fast.ci.bot.helpers.openapi import named_sample, overlay
+from tests.fast.ci.bot.helpers.permissions import lacking
 
 REPO = "miles-rl/miles"
 APP_ID, BOT_ID = 4242, 41_898_282
@@ -74,12 +75,14 @@ class GitHub:
         self.dispatched: list[tuple[str, dict[str, Any]]] = []
         self.seen: list[Seen] = []
         self.problems: list[str] = []
+        self.refused: list[str] = []
         self.faults: list[Fault] = []
         self.hidden: set[int] = set()
         self.page_size = 100
         self.dispatch_details = True
         self.lose_dispatch = False
         self.on_dispatch: Callable[[str, int, dict[str, Any]], None] | None = None
+        self.granted: dict[str, dict[str, str]] | None = None
         self.base = ""
 
     # -- life -----------------------------------------------------------------------------------
@@ -503,6 +506,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             fault.times -= 1
             if fault.when == "before":
                 return self._fail(fault)
+        if hub.granted is not None:
+            missing = lacking(method, parts.path.removeprefix(f"/repos/{REPO}"), hub.granted[token])
+            if missing:
+                hub.refused.append(f"{method} {parts.path}: {missing}")
+                return self._send(403, {"message": "Resource not accessible by integration"}, {})
         status, reply, headers = hub.answer(method, parts.path, query, body, token)
         hub.problems += openapi.check_reply(method, parts.path, status, reply)
         if fault is not None:
