@@ -27,6 +27,8 @@ PREFIX = "python:"
 FORMS = "python:package.module:function or python:path/to/file.py:function"
 # Lines of a traceback that an error shows: its end, where the fault is.
 MAX_LINES = 40
+# Options that take nothing but code of the user's own may leave the prefix out.
+_BARE_FILE = re.compile(r"(?!python:)[^:\s]+\.py:[A-Za-z_][A-Za-z0-9_]*\Z")
 _REFERENCE = re.compile(r"python:(?P<where>[^:\s][^:\n]*):(?P<name>[A-Za-z_][A-Za-z0-9_]*)\Z")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 _OURS = (__file__, importlib.__file__, "<frozen importlib")
@@ -35,6 +37,11 @@ _OURS = (__file__, importlib.__file__, "<frozen importlib")
 def is_reference(text: str) -> bool:
     """Whether an option's value means code of the user's own, well formed or not."""
     return text.startswith(PREFIX)
+
+
+def reference(text: str) -> str:
+    """The value of an option that takes nothing but code of the user's own, with the prefix."""
+    return text if is_reference(text) else PREFIX + text
 
 
 def check_form(text: str) -> None:
@@ -56,6 +63,8 @@ def with_absolute_files(value: Any, folder: Path) -> Any:
         return {key: with_absolute_files(child, folder) for key, child in value.items()}
     if isinstance(value, list):
         return [with_absolute_files(child, folder) for child in value]
+    if isinstance(value, str) and _BARE_FILE.match(value):
+        value = PREFIX + value
     path = file_of(value) if isinstance(value, str) else None
     if path is None:
         return value

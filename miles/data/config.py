@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from miles.config import StrictModel
+from miles.config import StrictModel, user_code
+from miles.config.beside_recipe import BesideRecipe, RecipePath
 
 
 class CopyDigitsConfig(StrictModel):
@@ -25,23 +25,85 @@ class ReasoningGymConfig(StrictModel):
     template: str = "{question}\n"
 
 
-class JsonlConfig(StrictModel):
-    """A file with one JSON object a line; other keys of a line become the prompt's metadata."""
+class RowsConfig(StrictModel):
+    """Rows of a file. A prompt is the text under `prompt_key`, or the conversation under `messages_key`."""
 
-    path: Path
-    prompt_key: str = "prompt"
-    answer_key: str = "answer"
+    path: RecipePath
+    # null: "prompt", unless messages_key is set
+    prompt_key: str | None = None
+    # A list of messages: role, content, tool_calls, ...
+    messages_key: str | None = None
+    # JSON schemas of the tools that a conversation may call: a list, or a list as JSON text.
+    tools_key: str | None = None
+    # Any JSON value, handed to the reward; null: rows have no answer.
+    answer_key: str | None = "answer"
+    # Keys handed to the reward beside the answer; null: all that have no other use.
+    metadata_keys: list[str] | None = None
     shuffle: bool = True
+
+    @model_validator(mode="after")
+    def _one_kind_of_prompt(self) -> RowsConfig:
+        if self.messages_key is not None and self.prompt_key is not None:
+            raise ValueError("prompt_key and messages_key are both set, but a row has one prompt; remove one of them")
+        if self.tools_key is not None and self.messages_key is None:
+            raise ValueError("tools_key has no effect without messages_key; set messages_key, or remove it")
+        return self
+
+
+class JsonlConfig(RowsConfig):
+    """One JSON object a line."""
+
+
+class ParquetConfig(RowsConfig):
+    """A Parquet file, or a folder of them in the order of their names."""
+
+
+class DatasetConfig(RowsConfig):
+    """A folder that Hugging Face `datasets` wrote by `save_to_disk`. `split`: which one, where it has several."""
+
+    split: str | None = None
+
+
+class PythonTaskConfig(StrictModel):
+    """A class of your own: `path/to/file.py:Class` or `package.module:Class`, made with (options, seed)."""
+
+    path: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_class(cls, path: str) -> str:
+        user_code.check_form(user_code.reference(path))
+        return user_code.reference(path)
+
+
+# Tasks that read rows of a file.
+ROW_TASKS = ("jsonl", "parquet", "dataset")
+OWN_TEMPLATE = "tokenizer"
+DEFAULT_HELD_OUT = 0.1
 
 
 class DataConfig(StrictModel):
-    task: Literal["copy_digits", "reasoning_gym", "jsonl"] = "copy_digits"
+    task: Literal["copy_digits", "reasoning_gym", "jsonl", "parquet", "dataset", "python"] = "copy_digits"
     copy_digits: CopyDigitsConfig = CopyDigitsConfig()
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
     jsonl: JsonlConfig | None = None
+    parquet: ParquetConfig | None = None
+    dataset: DatasetConfig | None = None
+    python: PythonTaskConfig | None = None
+    # Set, it stands before each conversation, and a prompt that is text becomes one.
+    system_prompt: str | None = Field(default=None, min_length=1)
+    # `tokenizer`: the tokenizer's own, for prompts that are text too; else a Jinja file. null: own, for messages alone.
+    chat_template: Annotated[str | None, BesideRecipe(words=(OWN_TEMPLATE,))] = None
+    # Names that the template knows beside messages and tools, e.g. {enable_thinking: false}.
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     # Share of prompts that training never sees; 0 trains on all (then `held_out` is refused).
-    held_out_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
+    held_out_fraction: float = Field(default=DEFAULT_HELD_OUT, ge=0.0, lt=1.0)
+    # Held-out prompts of a file of their own, of the same form as the task's; then training sees all of the task's.
+    held_out_path: RecipePath | None = None
     max_prompt_tokens: int = Field(default=1024, ge=1)
+    # What becomes of a longer prompt: an error, left out, or cut at its beginning.
+    too_long: Literal["error", "drop", "truncate_left"] = "error"
     # Tokens of one micro-batch on one context-parallel rank, with what pads it there.
     max_tokens_per_gpu: int = Field(default=8192, ge=1)
     balance: Literal["none", "tokens", "flops"] = "tokens"
@@ -51,16 +113,35 @@ class DataConfig(StrictModel):
     partial_step: Literal["drop", "train"] = "drop"
     layout: Literal["bshd", "thd"] = "thd"
 
+    @property
+    def rows(self) -> RowsConfig | None:
+        """The section of the task, when it reads rows."""
+        sections: dict[str, RowsConfig | None] = {"jsonl": self.jsonl, "parquet": self.parquet, "dataset": self.dataset}
+        return sections.get(self.task)
+
+    @property
+    def has_held_out(self) -> bool:
+        return self.held_out_path is not None or self.held_out_fraction > 0.0
+
     @model_validator(mode="after")
     def _task_has_its_options(self) -> DataConfig:
-        if self.task == "jsonl" and self.jsonl is None:
-            raise ValueError("data.task is jsonl but data.jsonl.path is not set; name the file of prompts")
+        if self.task in (*ROW_TASKS, "python") and getattr(self, self.task) is None:
+            what = "a class of your own" if self.task == "python" else "the file of prompts"
+            raise ValueError(f"data.task is {self.task} but data.{self.task}.path is not set; name {what}")
         if self.partial_step == "train" and self.global_batch_size is None:
             raise ValueError(
                 "data.partial_step has no effect while data.global_batch_size is null: every rollout is trained; set "
                 "global_batch_size, or remove it"
             )
-        for name in ("copy_digits", "reasoning_gym", "jsonl"):
+        for name in ("copy_digits", "reasoning_gym", *ROW_TASKS, "python"):
             if self.task != name and getattr(self, name) != DataConfig.model_fields[name].get_default():
                 raise ValueError(f"data.{name} has no effect with data.task {self.task}; set data.task to {name}")
+        if self.held_out_path is not None and self.rows is None:
+            raise ValueError(
+                f"data.held_out_path has no effect with data.task {self.task}; it needs one of {', '.join(ROW_TASKS)}"
+            )
+        if self.held_out_path is not None and self.held_out_fraction != DEFAULT_HELD_OUT:
+            raise ValueError(
+                "data.held_out_fraction has no effect with data.held_out_path: the file is what is held out; remove one"
+            )
         return self

@@ -16,6 +16,7 @@ import numpy as np
 
 from miles.config import ConfigError
 from miles.config.files import write_atomic
+from miles.data.chat.template import ChatFormat
 from miles.data.token_coverage import TokenCoverage
 
 PAD, EOS = "<pad>", "<eos>"
@@ -31,7 +32,7 @@ class Tokenizer:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         from tokenizers import Tokenizer as Backend
 
-        folder = Path(directory)
+        folder = self.directory = Path(directory)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"tokenizer: {file} does not exist; name a Hugging Face model folder")
@@ -50,6 +51,17 @@ class Tokenizer:
     def added_tokens(self) -> dict[int, str]:
         """Tokens that text is searched for before it is split, special ones among them; by id."""
         return {index: token.content for index, token in self._backend.get_added_tokens_decoder().items()}
+
+    def special_in(self, text: str) -> str | None:
+        """A token that the tokenizer marks as special and finds in `text`, where it would steer the model."""
+        added = self._backend.get_added_tokens_decoder()
+        special = {index: token for index, token in added.items() if token.special}
+        found = next((token.content for token in special.values() if token.content in text), None)
+        if found is None and self._backend.normalizer is not None and any(t.normalized for t in special.values()):
+            # Other spellings become the token's.
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+            found = next((special[index].content for index in ids if index in special), None)
+        return found
 
     def text_of(self, index: int) -> str | None:
         """A token as the vocabulary spells it; None for an id without one."""
@@ -106,33 +118,44 @@ def _switch_off(backend: Any) -> list[str]:
     return notes
 
 
-def build_char_tokenizer(alphabet: str, directory: str | os.PathLike[str]) -> Tokenizer:
+def char_vocabulary(alphabet: str, chat: ChatFormat | None = None) -> list[str]:
+    """Tokens by id: `<pad>`, the end of an answer, the chat format's special tokens, the distinct characters in order."""
+    special = (EOS,) if chat is None else (chat.turn_end, *chat.special)
+    return [PAD, *special, *dict.fromkeys(alphabet)]
+
+
+def build_char_tokenizer(
+    alphabet: str, directory: str | os.PathLike[str], *, chat: ChatFormat | None = None
+) -> Tokenizer:
     """Write a tokenizer with one token per character as real Hugging Face files; returns it loaded.
 
-    Ids: 0 `<pad>`, 1 `<eos>`, then the distinct characters in order of first appearance.
+    Ids are those of `char_vocabulary`. `chat`: the tokenizer has its template and ends answers with its `turn_end`.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    characters = list(dict.fromkeys(alphabet))
-    if not characters:
+    if not alphabet:
         raise ConfigError("tokenizer: the alphabet is empty; name the characters of the task")
-    vocab = {token: index for index, token in enumerate([PAD, EOS, *characters])}
+    tokens = char_vocabulary(alphabet, chat)
+    eos, special = tokens[1], tokens[: 2 + (len(chat.special) if chat is not None else 0)]
+    vocab = {token: index for index, token in enumerate(tokens)}
     # Without an unknown token the model refuses text outside the alphabet instead of losing it.
     backend = Backend(models.WordLevel(vocab, unk_token=""))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(PAD, special=True), AddedToken(EOS, special=True)])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": EOS,
+        "eos_token": eos,
         "pad_token": PAD,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 20,
     }
     write_atomic(folder / "tokenizer.json", backend.to_str(pretty=True))
     write_atomic(folder / "tokenizer_config.json", json.dumps(settings, indent=2))
-    write_atomic(folder / "special_tokens_map.json", json.dumps({"eos_token": EOS, "pad_token": PAD}, indent=2))
+    write_atomic(folder / "special_tokens_map.json", json.dumps({"eos_token": eos, "pad_token": PAD}, indent=2))
+    if chat is not None:
+        write_atomic(folder / "chat_template.jinja", chat.template)
     return Tokenizer(folder)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from miles.config import StrictModel
+from miles.config.beside_recipe import RecipePath
 from miles.config.metric_names import SET_NAME
 
 # Prompts of a set that does not say how many and is no file of its own.
@@ -23,7 +23,7 @@ class EvalSet(StrictModel):
 
     name: str = Field(pattern=f"^{SET_NAME}$")
     # A file of prompts, read as the training's file is (as JSON lines where training reads none).
-    path: Path | None = None
+    path: RecipePath | None = None
     # Another task than the training's, or the training's with other options.
     task: str | None = None
     # Options of the task or file that differ from the training's, e.g. {digits: 4} or {prompt_key: question}.

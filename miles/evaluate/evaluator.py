@@ -51,19 +51,25 @@ class Evaluator:
         self._sets: list[_Prepared] = []
         for chosen in config.sets:
             source, prompts = read_prompts(chosen, data, tokenizer, config.seed)
-            pool = self._judges(source, data, rollout, tokenizer, rewards)
+            pool = self._judges(source, data, rollout, tokenizer, rewards, config.seed)
             runner = GroupRunner(
                 sampling_of(chosen, rollout), engine, source, tokenizer, run_seed=config.seed, rewards=pool
             )
             self._sets.append(_Prepared(chosen, prompts, runner))
 
     def _judges(
-        self, source: PromptSource, data: DataConfig, rollout: RolloutConfig, tokenizer: Tokenizer, rewards: RewardPool
+        self,
+        source: PromptSource,
+        data: DataConfig,
+        rollout: RolloutConfig,
+        tokenizer: Tokenizer,
+        rewards: RewardPool,
+        seed: int,
     ) -> RewardPool:
         # A task's own scorer is the set's task's; any other reward judges whatever it is given.
         if rollout.reward.kind != "task" or source.config == data:
             return rewards.counting_apart()
-        pool = RewardPool(rollout.reward, build_reward(rollout.reward, source.config), tokenizer)
+        pool = RewardPool(rollout.reward, build_reward(rollout.reward, source.config, seed=seed), tokenizer)
         self._own_pools.append(pool)
         return pool
 

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from miles.data.chat import ChatFormat
 from miles.models.errors import ModelError, UnsupportedModelError
 from miles.models.family import Family
 
@@ -23,6 +24,12 @@ def by_name(name: str) -> Family:
     if name not in _FAMILIES.values():
         raise UnsupportedModelError(f"model family {name!r} is unknown; supported: {', '.join(families())}")
     return importlib.import_module(f"miles.models.{name}.weights").FAMILY
+
+
+def chat_format(name: str) -> ChatFormat:
+    """How models of the family called `name` that are made here are talked to."""
+    by_name(name)
+    return importlib.import_module(f"miles.models.{name}.chat").FORMAT
 
 
 def resolve(hf_config: Mapping[str, Any], *, where: str = "config.json") -> Family:

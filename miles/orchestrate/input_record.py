@@ -16,6 +16,9 @@ from pathlib import Path
 from miles.config import ConfigError, user_code
 from miles.config.files import write_atomic
 from miles.config.json_text import parse_json
+from miles.data.config import OWN_TEMPLATE, DataConfig
+from miles.data.tasks.row_sources import source_files
+from miles.evaluate.prompt_sets import data_of
 from miles.orchestrate.errors import RunFolderError
 from miles.orchestrate.run_folder import RunFolder
 from miles.recipe import Recipe
@@ -25,7 +28,15 @@ from miles.recipe import Recipe
 WHOLE_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20
 BLOCKS = 16
-MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "*.safetensors", "*.safetensors.index.json")
+MODEL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
 
 Fingerprint = dict[str, int | str]
 
@@ -56,12 +67,26 @@ def check_or_record(recipe: Recipe, folder: RunFolder) -> None:
 
 def input_files(recipe: Recipe) -> list[Path]:
     """Files outside the run folder that decide what the run computes."""
-    files = [] if recipe.data.jsonl is None else [recipe.data.jsonl.path]
-    files += [chosen.path for chosen in recipe.eval.sets if chosen.path is not None]
+    files = data_files(recipe.data)
+    for chosen in recipe.eval.sets:
+        if chosen.path is not None or chosen.task is not None:
+            files += data_files(data_of(chosen, recipe.data))
     for model in (recipe.model.path, recipe.algo.teacher):
         if model is not None:
             files += sorted(path for pattern in MODEL_FILES for path in Path(model).glob(pattern))
-    return files + user_code.source_files(recipe.model_dump(mode="json"))
+    return sorted(set(files)) + user_code.source_files(recipe.model_dump(mode="json"))
+
+
+def data_files(data: DataConfig) -> list[Path]:
+    """Files of prompts, and the chat template."""
+    files: list[Path] = []
+    if data.rows is not None:
+        files += source_files(data.task, data.rows)
+    if data.rows is not None and data.held_out_path is not None:
+        files += source_files(data.task, data.rows.model_copy(update={"path": data.held_out_path}))
+    if data.chat_template not in (None, OWN_TEMPLATE):
+        files.append(Path(str(data.chat_template)))
+    return files
 
 
 def fingerprint(path: Path) -> Fingerprint:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from miles.config import ConfigError
 from miles.config.files import storage_error
-from miles.data.tasks import build_task
 from miles.data.tokenizer import build_char_tokenizer
 from miles.models.create import create_checkpoint
 from miles.orchestrate.run_folder import RunFolder
 from miles.recipe import Recipe
+from miles.recipe.created_tokenizer import created_tokenizer
 
 
 def prepare_model(recipe: Recipe, folder: RunFolder) -> Path:
@@ -27,10 +27,10 @@ def prepare_model(recipe: Recipe, folder: RunFolder) -> Path:
     path = folder.created_model
     if path.is_dir():
         return path
-    task = build_task(recipe.data, recipe.seed)
     tokenizer_dir = folder.path / ".tokenizer"
     try:
-        build_char_tokenizer(task.alphabet, tokenizer_dir)
+        alphabet, chat = created_tokenizer(recipe)
+        build_char_tokenizer(alphabet, tokenizer_dir, chat=chat)
         return create_checkpoint(
             path, family=recipe.model.family, shape=recipe.model.create, tokenizer_dir=tokenizer_dir, seed=recipe.seed
         )

@@ -106,7 +106,7 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
 def started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool]:
     """The pool of the recipe's reward function; its processes start and end here."""
     config = recipe.rollout.reward
-    pool = RewardPool(config, build_reward(config, recipe.data), tokenizer)
+    pool = RewardPool(config, build_reward(config, recipe.data, seed=recipe.seed), tokenizer)
     pool.start()
     try:
         yield pool
@@ -142,17 +142,17 @@ class _Session:
         recipe, folder = self.recipe, self.folder
         self.progress.stage("starting trainer and engine")
         async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
-            prompts = PromptSource(recipe.data, self.tokenizer, recipe.seed)
-            engines = EnginePool(
-                actors.engine_urls,
-                token=actors.token,
-                timeout_s=recipe.rollout.request_timeout_s,
-                version_wait_s=recipe.run.timeout_s,
-            )
-            rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
-            first_step, version = self._resume(actors, rollout)
-            rows = rewind(folder.metrics, first_dropped_step=first_step)
             async with contextlib.AsyncExitStack() as stack:
+                prompts = stack.enter_context(PromptSource(recipe.data, self.tokenizer, recipe.seed))
+                engines = EnginePool(
+                    actors.engine_urls,
+                    token=actors.token,
+                    timeout_s=recipe.rollout.request_timeout_s,
+                    version_wait_s=recipe.run.timeout_s,
+                )
+                rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
+                first_step, version = self._resume(actors, rollout)
+                rows = rewind(folder.metrics, first_dropped_step=first_step)
                 await stack.enter_async_context(engines)
                 stack.push_async_callback(rollout.close)
                 evaluation = self._evaluation(stack, actors, engines)
@@ -175,6 +175,10 @@ class _Session:
                 gc.collect()
                 gc.freeze()
                 await loop.run(first_step)
+                if prompts.task.size is None:
+                    # Those of a task that ends were told by the rules.
+                    for note in prompts.notes():
+                        self.progress.warn(note)
             self.progress.stage("exporting the model")
             await actors.on_all_workers("export", folder.exported_model)
             self.progress.stage("done")

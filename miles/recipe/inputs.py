@@ -5,21 +5,27 @@ Reads headers, the tokenizer and the prompts that come first. Left out: what onl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from miles.config import ConfigError
-from miles.data.prompts import Encoder, Prompt, PromptSource
-from miles.data.tasks import build_task
+from miles.data.prompt_encoder import Encoder
+from miles.data.prompts import Prompt, PromptSource
+from miles.data.tokenizer import Tokenizer, build_char_tokenizer, char_vocabulary
 from miles.evaluate.prompt_sets import read_prompts, seen_in_training
 from miles.quant.config import QuantConfig
+from miles.recipe.created_tokenizer import created_tokenizer
 from miles.recipe.schema import Recipe
+from miles.rollout.rewards import RewardFn
 
-# Prompts of an endless task are alike; a file's may differ, so more of them are looked at.
-LOOKED_AT, LOOKED_AT_IN_FILE = 64, 4096
-# Texts of training that evaluation sets are compared with; only text is read, so a file is read whole.
+# Prompts of an endless task are alike; of one that ends all are looked at.
+LOOKED_AT = 64
+# Prompts of training that evaluation sets are compared with; only text is read, so a file is read whole.
 COMPARED, COMPARED_IN_FILE = 1024, 1 << 20
 # Values are looked at where that takes a moment; the trainer meets those of larger models.
 VALUES_UP_TO_BYTES = 256 << 20
@@ -29,7 +35,7 @@ class CharacterCount:
     """The token ids that the character tokenizer of a created model would give, without writing one."""
 
     def __init__(self, alphabet: str) -> None:
-        self._ids = {character: index + 2 for index, character in enumerate(dict.fromkeys(alphabet))}
+        self._ids = {token: index for index, token in enumerate(char_vocabulary(alphabet)) if len(token) == 1}
 
     def encode(self, text: str) -> np.ndarray:
         lost = sorted(set(text) - self._ids.keys())
@@ -80,7 +86,6 @@ def check_contract(quant: QuantConfig, folder: Path) -> None:
 
 def check_tokenizer(folder: Path) -> None:
     """`ConfigError` for a missing or damaged tokenizer, or one with more tokens than the model."""
-    from miles.data.tokenizer import Tokenizer
     from miles.models.family import read_hf_config
 
     if not (folder / "tokenizer.json").is_file():
@@ -96,33 +101,56 @@ def check_tokenizer(folder: Path) -> None:
 @dataclass(frozen=True)
 class FirstPrompts:
     """`training`: what it draws first; `evaluation`: all of each set, by name; `overlap`: how many of these training
-    sees too, as far as it was looked at."""
+    sees too, as far as it was looked at. `notes`: what was done to prompts that a user should know of."""
 
-    training: list[Prompt]
-    evaluation: dict[str, list[Prompt]]
-    overlap: dict[str, int]
+    training: list[Prompt] = field(default_factory=list)
+    evaluation: dict[str, list[Prompt]] = field(default_factory=dict)
+    overlap: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def first_prompts(recipe: Recipe) -> FirstPrompts:
     """Drawn by the run's own source, so with its own errors.
 
-    Empty for a model folder without a tokenizer, which `check_files` refuses.
+    Of a task that ends all are looked at. Empty for a model folder without a tokenizer, which `check_files` refuses.
     """
-    encoder: Encoder
     if recipe.model.path is None:
-        encoder = CharacterCount(build_task(recipe.data, recipe.seed).alphabet)
-    elif (Path(recipe.model.path) / "tokenizer.json").is_file():
-        from miles.data.tokenizer import Tokenizer
+        alphabet, chat = created_tokenizer(recipe)
+        if chat is None:
+            return _first_prompts(recipe, CharacterCount(alphabet))
+        with tempfile.TemporaryDirectory() as folder:
+            return _first_prompts(recipe, build_char_tokenizer(alphabet, folder, chat=chat))
+    if not (Path(recipe.model.path) / "tokenizer.json").is_file():
+        return FirstPrompts()
+    return _first_prompts(recipe, Tokenizer(recipe.model.path))
 
-        encoder = Tokenizer(recipe.model.path)
-    else:
-        return FirstPrompts([], {}, {})
-    source = PromptSource(recipe.data, encoder, recipe.seed)
-    count = LOOKED_AT if source.task.size is None else min(source.task.size, LOOKED_AT_IN_FILE)
-    sets = {chosen.name: read_prompts(chosen, recipe.data, encoder, recipe.eval.seed)[1] for chosen in recipe.eval.sets}
-    # Held-out prompts are none of training's whatever they say.
-    others = [chosen.name for chosen in recipe.eval.sets if chosen.path is not None or chosen.task is not None]
-    trained = source.trained_texts(COMPARED if source.task.size is None else COMPARED_IN_FILE) if others else set()
-    return FirstPrompts(
-        source.next_groups(count), sets, {name: seen_in_training(sets[name], trained) for name in others}
-    )
+
+def _first_prompts(recipe: Recipe, encoder: Encoder) -> FirstPrompts:
+    found = FirstPrompts()
+    with PromptSource(recipe.data, encoder, recipe.seed) as source:
+        source.look_at_all()
+        found.training.extend(source.next_groups(source.task.size or LOOKED_AT))
+        found.notes.extend(source.notes())
+        # Held-out prompts are none of training's whatever they say.
+        others = [chosen.name for chosen in recipe.eval.sets if chosen.path is not None or chosen.task is not None]
+        trained = source.trained_keys(COMPARED if source.task.size is None else COMPARED_IN_FILE) if others else set()
+    for chosen in recipe.eval.sets:
+        read, prompts = read_prompts(chosen, recipe.data, encoder, recipe.eval.seed)
+        found.evaluation[chosen.name] = prompts
+        if chosen.name in others:
+            found.overlap[chosen.name] = seen_in_training(prompts, trained)
+            found.notes.extend(f"eval.sets {chosen.name}: {note}" for note in read.notes())
+    return found
+
+
+def check_answers(recipe: Recipe, prompts: Iterable[Prompt], reward: RewardFn) -> None:
+    """`ConfigError` when the reward compares with an answer that is no text."""
+    if not reward.text_answers:
+        return
+    for prompt in prompts:
+        if not isinstance(prompt.answer, str):
+            shown = "missing" if prompt.answer is None else f"{json.dumps(prompt.answer)[:40]}, not text"
+            raise ConfigError(
+                f"rollout.reward.kind {recipe.rollout.reward.kind} compares with the answer's text, but the answer of "
+                f"{prompt.text[:40]!r} is {shown}; quote it, or use a reward of your own (kind python)"
+            )

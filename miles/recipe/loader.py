@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.config import ConfigError, user_code
+from miles.config.beside_recipe import with_absolute_paths
 from miles.config.overrides import apply_overrides, merge
 from miles.config.validation import validate
 from miles.config.yaml_source import KeyPath, Position, YamlDocument, load_yaml
@@ -18,8 +19,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     document = load_yaml(path)
     data, base = _with_base(path, document)
     data, origin = apply_overrides(data, overrides)
-    # Also those of --set: one rule for where a path begins.
-    data = user_code.with_absolute_files(data, path.parent)
+    # Those of --set: one rule for where a path begins.
+    data = _with_absolute_files(data, path)
 
     def locate(key: KeyPath) -> Position | str | None:
         for end in range(len(key), 0, -1):
@@ -36,7 +37,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _with_base(path: Path, document: YamlDocument) -> tuple[dict[str, Any], YamlDocument | None]:
-    data = dict(document.data)
+    data = _with_absolute_files(document.data, path)
     if "extends" not in data:
         return data, None
     name = data.pop("extends")
@@ -51,4 +52,9 @@ def _with_base(path: Path, document: YamlDocument) -> tuple[dict[str, Any], Yaml
         raise ConfigError(f"{place}: {name} itself extends {base.data['extends']}; only one level is allowed")
     # What was recorded of the base says nothing about what is made of it.
     inherited = {key: value for key, value in base.data.items() if key != "validation"}
-    return merge(inherited, data), base
+    return merge(_with_absolute_files(inherited, path.parent / name), data), base
+
+
+def _with_absolute_files(data: dict[str, Any], recipe: Path) -> dict[str, Any]:
+    """A relative path begins at the folder of the file that names it."""
+    return with_absolute_paths(Recipe, user_code.with_absolute_files(data, recipe.parent), recipe.parent)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from miles.config import ConfigError
 from miles.data.prompts import Prompt
+from miles.data.tokenizer import char_vocabulary
 from miles.recipe import dtype_rules, evaluation_rules, idle_rules, measured, nvfp4_rules, tokenizer_files
-from miles.recipe.inputs import check_files, first_prompts
+from miles.recipe.created_tokenizer import created_tokenizer
+from miles.recipe.inputs import FirstPrompts, check_answers, check_files, first_prompts
 from miles.recipe.schema import Recipe
 
 
@@ -45,6 +48,7 @@ class Facts:
     longest_evaluated: Mapping[str, int] = field(default_factory=dict)
     overlap: Mapping[str, int] = field(default_factory=dict)
     tokenizer: tuple[tokenizer_files.Objection, ...] = ()
+    prompts: FirstPrompts = field(default_factory=FirstPrompts)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ def facts_of(recipe: Recipe) -> Facts:
         longest_prompt=_longest(prompts.training),
         longest_evaluated={name: _longest(drawn) for name, drawn in prompts.evaluation.items()},
         overlap=prompts.overlap,
+        prompts=prompts,
     )
 
 
@@ -81,9 +86,7 @@ def model_facts(recipe: Recipe) -> Facts:
         path = Path(recipe.model.path)
         said = tuple(tokenizer_files.objections(path))
         return Facts(read_hf_config(path), str(path / "config.json"), tokenizer=said)
-    from miles.data.tasks import build_task
-
-    vocabulary = len(dict.fromkeys(build_task(recipe.data, recipe.seed).alphabet)) + 2
+    vocabulary = len(char_vocabulary(*created_tokenizer(recipe)))
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     family = registry.by_name(recipe.model.family)
     return Facts(family.hf_config(recipe.model.create, vocabulary, special), "model.create")
@@ -175,12 +178,19 @@ def _tokenizer(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     from miles.rollout.rewards import build_reward
 
-    del facts
     try:
-        build_reward(recipe.rollout.reward, recipe.data)
+        reward = build_reward(recipe.rollout.reward, recipe.data, seed=recipe.seed)
+        check_answers(recipe, [*facts.prompts.training, *chain(*facts.prompts.evaluation.values())], reward)
     except ConfigError as error:
         message, _, fix = str(error).rpartition("; ")
         yield Finding("REWARD", "error", message, fix)
+
+
+def _prompts(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    del recipe
+    for note in facts.prompts.notes:
+        message, _, fix = note.rpartition("; ")
+        yield Finding("PROMPTS", "warning", message, fix)
 
 
 def _teacher(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
@@ -322,6 +332,7 @@ RULES: tuple[Rule, ...] = (
     Rule("ENGINE-MODEL", "What the trainer can train, the engine must be able to serve.", _engine_model),
     Rule("STOP-IDS", "A token that the model does not have never stops an answer.", _stop_ids),
     Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
+    Rule("PROMPTS", "A prompt that is left out, cut or both trained and held out is told before the run.", _prompts),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
     Rule("FUSED", "A fused loss has kernels for some algorithms on unsplit logits only.", _fused),

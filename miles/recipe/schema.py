@@ -60,7 +60,7 @@ class Recipe(StrictModel):
 
     def _check_evaluation(self) -> None:
         for chosen in self.eval.sets:
-            if chosen.path is None and chosen.task is None and self.data.held_out_fraction == 0.0:
+            if chosen.path is None and chosen.task is None and not self.data.has_held_out:
                 raise ValueError(
                     f"eval.sets {chosen.name} takes held-out prompts but data.held_out_fraction is 0; set it above 0, give "
                     "the set a path or task, or set eval.sets to []"

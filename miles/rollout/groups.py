@@ -47,7 +47,7 @@ class GroupRunner:
         self._owns_rewards = rewards is None
         if rewards is None:
             data = prompts.config if isinstance(prompts, PromptSource) else None
-            rewards = RewardPool(config.reward, build_reward(config.reward, data), decoder)
+            rewards = RewardPool(config.reward, build_reward(config.reward, data, seed=run_seed), decoder)
         self.rewards = rewards
         self._prompts = prompts
         self._run_seed = run_seed

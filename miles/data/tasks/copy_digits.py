@@ -12,6 +12,7 @@ class CopyDigits:
     name = "copy_digits"
     alphabet = "0123456789="
     size: int | None = None
+    has_conversations = False
 
     def __init__(self, config: CopyDigitsConfig, seed: int) -> None:
         self.digits = config.digits

@@ -18,6 +18,7 @@ class ReasoningGym:
     name = "reasoning_gym"
     alphabet = string.printable[:95] + "\n"
     size: int | None = None
+    has_conversations = False
 
     def __init__(self, config: ReasoningGymConfig, seed: int) -> None:
         try:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from miles.models.qwen3.chat import THINK, TOOL_CALL, TURN_END, TURN_START, render, split_thinking
+from miles.models.qwen3.chat import FORMAT, THINK, TOOL_CALL, TURN_END, TURN_START, split_thinking
 
-__all__ = ["THINK", "TOOL_CALL", "TURN_END", "TURN_START", "render", "split_thinking"]
+__all__ = ["FORMAT", "THINK", "TOOL_CALL", "TURN_END", "TURN_START", "split_thinking"]

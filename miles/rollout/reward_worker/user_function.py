@@ -11,5 +11,5 @@ OPTION = "rollout.reward.options.path"
 PARAMETERS = ("completion", "answer", "metadata")
 
 
-def make(path: str) -> Callable[[str, str, dict[str, Any]], Any]:
+def make(path: str) -> Callable[[str, Any, dict[str, Any]], Any]:
     return user_code.load(path, option=OPTION, parameters=PARAMETERS)

@@ -26,7 +26,7 @@ class Request:
 
     nonce: str
     completion: str
-    answer: str
+    answer: Any
     metadata: dict[str, Any]
     seed_text: str
 

@@ -47,7 +47,7 @@ class RewardFn:
 
     `inline` is called at once and must be quick; `awaited` is a coroutine function; `worker` runs in processes.
     `quick(completion, answer)` gives a verdict that needs no worker, or None. `masks_errors`: what
-    `rollout.reward.on_error: auto` means for it.
+    `rollout.reward.on_error: auto` means for it. `text_answers`: it compares with a prompt's answer, which must be text.
     """
 
     name: str
@@ -56,6 +56,7 @@ class RewardFn:
     worker: WorkerCall | None = None
     quick: Callable[[str, str], float | None] | None = None
     masks_errors: bool = False
+    text_answers: bool = True
 
     def __post_init__(self) -> None:
         if sum(way is not None for way in (self.inline, self.awaited, self.worker)) != 1:

@@ -96,7 +96,7 @@ class WorkerProcesses:
         self._control = ours
 
     async def call(
-        self, *, completion: str, answer: str, metadata: dict[str, Any], seed_text: str, timeout_s: float
+        self, *, completion: str, answer: Any, metadata: dict[str, Any], seed_text: str, timeout_s: float
     ) -> tuple[float, dict[str, float]]:
         """(reward, parts). `WorkerFailure` when the function fails, dies, says nonsense or takes too long."""
         request = Request(secrets.token_hex(16), completion, answer, metadata, seed_text)

@@ -25,13 +25,13 @@ KINDS: dict[str, Callable[[dict[str, Any]], RewardFn]] = {
 }
 
 
-def build_reward(config: RewardConfig, data: DataConfig | None = None) -> RewardFn:
+def build_reward(config: RewardConfig, data: DataConfig | None = None, *, seed: int = 0) -> RewardFn:
     """The function of `rollout.reward.kind`; `ConfigError` for options that it does not take.
 
-    `data` says whose scorer the kind `task` is.
+    `data` says whose scorer the kind `task` is, `seed` is the run's.
     """
     if config.kind == "task":
-        return task(config.options, data)
+        return task(config.options, data, seed=seed)
     return KINDS[config.kind](config.options)
 
 

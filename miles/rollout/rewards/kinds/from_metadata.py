@@ -18,4 +18,4 @@ def from_metadata(options: dict[str, Any]) -> RewardFn:
             raise KeyError(f"metadata has no {key!r}; the generate function must set it")
         return sample.metadata[key]
 
-    return RewardFn("from_metadata", inline=score)
+    return RewardFn("from_metadata", inline=score, text_answers=False)

@@ -17,12 +17,13 @@ def python(options: dict[str, Any]) -> RewardFn:
     one in worker processes.
     """
     path = read_options("python", options, path=(str, None))["path"]
-    reference = path if user_code.is_reference(path) else user_code.PREFIX + path
+    reference = user_code.reference(path)
     function = user_code.load(reference, option=OPTION, parameters=PARAMETERS, may_await=True)
     if not inspect.iscoroutinefunction(function):
-        return RewardFn(path, worker=WorkerCall("miles.rollout.reward_worker.user_function:make", {"path": reference}))
+        call = WorkerCall("miles.rollout.reward_worker.user_function:make", {"path": reference})
+        return RewardFn(path, worker=call, text_answers=False)
 
     async def score(ctx: RewardContext, sample: Sample, completion: str) -> Value:
         return await function(completion, ctx.prompt.answer, ctx.prompt.metadata)
 
-    return RewardFn(path, awaited=score)
+    return RewardFn(path, awaited=score, text_answers=False)

@@ -21,4 +21,4 @@ def regex(options: dict[str, Any]) -> RewardFn:
             "special characters with a backslash"
         ) from None
     call = WorkerCall("miles.rollout.reward_worker.regex:make", values, computes=True, memory_gib=1.0)
-    return RewardFn("regex", worker=call, masks_errors=True)
+    return RewardFn("regex", worker=call, masks_errors=True, text_answers=values["compare"])

@@ -36,7 +36,7 @@ def remote_http(options: dict[str, Any]) -> RewardFn:
                 raise ValueError(f"{url} answered {reply.status}: {raw[:200].decode(errors='replace')}")
         return _value(raw, url)
 
-    return RewardFn("remote_http", awaited=score)
+    return RewardFn("remote_http", awaited=score, text_answers=False)
 
 
 async def _bounded(reply: Any, url: str) -> bytes:

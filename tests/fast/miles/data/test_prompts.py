@@ -111,9 +111,13 @@ def test_jsonl_covers_each_line_once_an_epoch_in_a_seeded_order(tokenizer, tmp_p
     ("lines", "message"),
     [
         (('{"prompt": "1=", "answer": "1"}', "{oops"), "p.jsonl:2: not JSON"),
-        (('{"prompt": "1="}',), "p.jsonl:1: no text under 'answer'"),
+        (('{"prompt": "1="}',), "p.jsonl:1: nothing under 'answer'.*add it, or name the key of answers by answer_key"),
         (("[1]",), "p.jsonl:1: expected a JSON object, got list"),
-        (('{"prompt": "1=", "answer": 1}',), "p.jsonl:1: 'answer' is 1, not text; quote it"),
+        (('{"answer": "1"}',), "p.jsonl:1: no text under 'prompt'.*name the key of prompts by prompt_key"),
+        (('{"prompt": 1, "answer": 1}',), "p.jsonl:1: 'prompt' is 1, not text; quote it"),
+        (('{"prompt": [], "answer": 1}',), "'prompt' is a list, not text; for messages, set messages_key to prompt"),
+        (('{"prompt": "", "answer": 1}',), "p.jsonl:1: 'prompt' is empty; write a prompt, or remove the row"),
+        ((r'{"prompt": "1=", "answer": {"a": ["\ud800"]}}',), r"p.jsonl:1: 'answer' holds \\ud800, half of"),
         (
             ('{"prompt": "1=", "answer": "1", "n": ' + "9" * 5000 + "}",),
             "p.jsonl:1: a number has too many digits to be read; quote it",

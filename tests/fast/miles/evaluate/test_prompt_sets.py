@@ -96,3 +96,25 @@ def test_overlap_is_counted_by_text(tmp_path: Path) -> None:
     _, prompts = read_prompts(chosen(path=str(path)), DATA, Letters(), 0)
     assert seen_in_training(prompts, ["2=", "4= ", "5="]) == 2
     assert seen_in_training(prompts, []) == 0
+
+
+def test_the_suffix_of_a_file_decides_its_form_and_keys_are_trainings(tmp_path: Path) -> None:
+    section = {"path": str(rows(tmp_path / "t.jsonl", ["2=", "3="])), "prompt_key": "q"}
+    data = DataConfig.model_validate_json(
+        json.dumps({"task": "dataset", "dataset": {**section, "split": "train"}, "held_out_path": section["path"]})
+    )
+    found = data_of(chosen(path=str(tmp_path / "e.parquet")), data)
+    assert (found.task, found.dataset, found.held_out_path, found.held_out_fraction) == ("parquet", None, None, 0.0)
+    assert found.parquet is not None
+    assert (found.parquet.prompt_key, found.parquet.path) == ("q", tmp_path / "e.parquet")
+    assert data_of(chosen(path=str(tmp_path / "e.jsonl")), data).task == "jsonl"
+    assert data_of(chosen(path=str(tmp_path / "folder")), data).dataset.split == "train"
+    assert data_of(chosen(path=str(tmp_path / "folder")), DATA).task == "jsonl"
+
+
+def test_a_held_out_file_is_evaluated_whole_and_once(tmp_path: Path) -> None:
+    held = rows(tmp_path / "h.jsonl", ["7=", "8=", "9="])
+    section = {"path": str(rows(tmp_path / "t.jsonl", ["2=", "3="]))}
+    data = DataConfig.model_validate_json(json.dumps({"task": "jsonl", "jsonl": section, "held_out_path": str(held)}))
+    assert texts(chosen(), data) == ["7=", "8=", "9="]
+    assert texts(chosen(prompts=2), data) == ["7=", "8="]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from miles.config import ConfigError
+from miles.recipe.inputs import FirstPrompts
 from miles.recipe.rules import RULES, Facts, Finding, check, check_or_raise, facts_of
 from miles.recipe.schema import Recipe
 from miles.recipe.tokenizer_files import Objection
@@ -93,6 +94,7 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"stop_token_ids": [32]}), facts()),
     ),
     "TOKENIZER": ((recipe(), told()), (recipe(), told(("warning", "padding is not applied", "remove it")))),
+    "PROMPTS": ((recipe(), facts()), (recipe(), replace(facts(), prompts=FirstPrompts(notes=["2 prompts; raise it"])))),
     "REWARD": (
         (recipe(rollout={"reward": {"kind": "regex", "options": {"pattern": "x"}}}), facts()),
         (recipe(rollout={"reward": {"kind": "regex"}}), facts()),
@@ -278,3 +280,27 @@ def test_facts_come_from_the_folder_when_there_is_one_and_from_the_shape_otherwi
     assert read == replace(facts(), where=str(tmp_path / "config.json"))
     with pytest.raises(ConfigError, match="model folder does not exist"):
         facts_of(recipe(model={"path": str(tmp_path / "absent")}))
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "said"),
+    [
+        (
+            "exact",
+            3,
+            "compares with the answer's text, but the answer of '1+2=' is 3, not text; quote it, or use a rew",
+        ),
+        ("task", {"a": 1}, 'is {"a": 1}, not text; quote it'),
+        ("math_boxed", None, "is missing; quote it"),
+        ("exact", "3", None),
+        ("remote_http", {"a": 1}, None),
+    ],
+)
+def test_a_reward_that_compares_text_wants_answers_that_are_text(tmp_path, reward, answer, said) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+2=", "answer": answer}) + "\n")
+    options = {"url": "http://127.0.0.1:9/"} if reward == "remote_http" else {}
+    data = {"task": "jsonl", "jsonl": {"path": str(tmp_path / "rows.jsonl")}, "held_out_fraction": 0}
+    made = recipe(data=data, eval={"sets": []}, rollout={"reward": {"kind": reward, "options": options}})
+    found = [str(finding) for finding in check(made, facts_of(made)) if finding.rule == "REWARD"]
+    assert (found == []) is (said is None)
+    assert all(said in text for text in found)
