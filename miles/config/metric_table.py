@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Names below these are a filter's or a user's own; `rollout/reward/` may be negative.
+HELD_OUT_LOSS = "eval/held_out/loss"
 REFUSED = "rollout/refused/"
 REWARD_PARTS = "rollout/reward/"
 
@@ -150,5 +151,8 @@ EVALUATION = (
     Metric("eval/<set>/truncated_frac", "share", "responses cut by a limit on their length"),
     Metric("eval/<set>/unjudged_frac", "share", "samples whose reward function failed"),
     Metric("eval/<set>/prompts", "count", "prompts of the set"),
+    Metric(
+        HELD_OUT_LOSS, "nats/token", "mean loss of a learnt token of the held-out examples", when="`algo.loss: sft`"
+    ),
     Metric("time/evaluate", "s", "the whole evaluation, a checkpoint that it keeps included; no part of `time/step`"),
 )

@@ -58,6 +58,10 @@ def _ratio_options(recipe: Recipe) -> Iterator[Objection]:
         yield f"{said}: {reason}", f"{_several_steps(recipe)}, or algo.correction.bypass=true, or remove it"
 
 
+# When the loss of held-out examples is measured, under `eval`.
+_HELD_OUT_LOSS = ("every",)
+
+
 def _sampling_options(recipe: Recipe) -> Iterator[Objection]:
     """What a run whose answers come from the data does not have."""
     sections: tuple[tuple[str, BaseModel], ...] = (
@@ -68,7 +72,11 @@ def _sampling_options(recipe: Recipe) -> Iterator[Objection]:
         ("placement", recipe.placement),
     )
     for section, model in sections:
-        names = ", ".join(f"{section}.{name}" for name in type(model).model_fields if _is_set(model, name))
+        names = ", ".join(
+            f"{section}.{name}"
+            for name in type(model).model_fields
+            if _is_set(model, name) and name not in _HELD_OUT_LOSS
+        )
         if names:
             yield (
                 f"{names} act{'' if ',' in names else 's'} nowhere: algo.loss {recipe.algo.loss} learns from the answers of "

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from miles.config import ConfigError
+from miles.data.end_tokens import read_end_tokens
 from miles.data.prompt_encoder import Encoder
 from miles.data.prompts import Prompt, PromptSource
+from miles.data.supervised.source import ExampleSource
 from miles.data.tokenizer import Tokenizer, build_char_tokenizer, char_vocabulary
 from miles.evaluate.prompt_sets import read_prompts, seen_in_training
 from miles.quant.config import QuantConfig
@@ -107,6 +109,8 @@ class FirstPrompts:
     evaluation: dict[str, list[Prompt]] = field(default_factory=dict)
     overlap: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    # Tokens of the longest example with its answers; 0 where answers are not given.
+    longest_example: int = 0
 
 
 def first_prompts(recipe: Recipe) -> FirstPrompts:
@@ -123,6 +127,23 @@ def first_prompts(recipe: Recipe) -> FirstPrompts:
     if not (Path(recipe.model.path) / "tokenizer.json").is_file():
         return FirstPrompts()
     return _first_prompts(recipe, Tokenizer(recipe.model.path))
+
+
+def first_examples(recipe: Recipe) -> FirstPrompts:
+    """The examples of a recipe whose answers are given, by the run's own source: all of them, for their length and notes."""
+    if recipe.model.path is None:
+        with tempfile.TemporaryDirectory() as folder:
+            alphabet, chat = created_tokenizer(recipe)
+            return _first_examples(recipe, build_char_tokenizer(alphabet, folder, chat=chat), ())
+    model = Path(recipe.model.path)
+    if not (model / "tokenizer.json").is_file():
+        return FirstPrompts()
+    return _first_examples(recipe, Tokenizer(model), read_end_tokens(model).ids)
+
+
+def _first_examples(recipe: Recipe, tokenizer: Tokenizer, end_ids: Sequence[int]) -> FirstPrompts:
+    source = ExampleSource(recipe.data, tokenizer, recipe.seed, end_ids=end_ids)
+    return FirstPrompts(notes=source.notes(), longest_example=source.longest)
 
 
 def _first_prompts(recipe: Recipe, encoder: Encoder) -> FirstPrompts:

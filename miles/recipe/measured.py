@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miles.config.metric_table import REFUSED, REWARD_PARTS, STEP, Metric
+from miles.config.metric_table import HELD_OUT_LOSS, REFUSED, REWARD_PARTS, STEP, Metric
 from miles.recipe.schema import Recipe
 
 # Reported by steps that have some; like the counts of filters, no gate can ask for it in every step.
@@ -20,6 +20,7 @@ def unmeasured(recipe: Recipe) -> dict[str, str]:
     sampled = " ".join(metric.name for metric in STEP if _of_sampling(metric))
     conditions = (
         (not given, "algo.loss to one that uses advantages", sampled),
+        (given and recipe.data.has_held_out, "algo.loss to sft and data.held_out_fraction above 0", HELD_OUT_LOSS),
         (given, "algo.loss to sft", "data/examples data/trained_tokens data/epoch"),
         (stale, "rollout.max_staleness above 0", "rollout/staleness_mean rollout/staleness_max"),
         (stale, "rollout.max_staleness above 0", "rollout/dropped_stale rollout/resubmitted_aborted"),

@@ -17,7 +17,7 @@ from miles.data.prompts import Prompt
 from miles.data.tokenizer import char_vocabulary
 from miles.recipe import dtype_rules, evaluation_rules, idle_rules, measured, nvfp4_rules, tokenizer_files
 from miles.recipe.created_tokenizer import created_tokenizer
-from miles.recipe.inputs import FirstPrompts, check_answers, check_files, first_prompts
+from miles.recipe.inputs import FirstPrompts, check_answers, check_files, first_examples, first_prompts
 from miles.recipe.schema import Recipe
 
 
@@ -63,6 +63,8 @@ class Rule:
 def facts_of(recipe: Recipe) -> Facts:
     """`model_facts`, and the length of the prompts. Raises `ConfigError` for prompts that the run would refuse."""
     facts = model_facts(recipe)
+    if recipe.supervised:
+        return replace(facts, prompts=first_examples(recipe))
     prompts = first_prompts(recipe)
     return replace(
         facts,
@@ -126,6 +128,13 @@ def _family(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 def _sequence_fits(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     rollout, prompt = recipe.rollout, facts.longest_prompt
     positions, context = facts.hf_config.get("max_position_embeddings"), recipe.engine.context_length
+    if recipe.supervised:
+        longest = facts.prompts.longest_example
+        if positions is not None and longest > positions:
+            message = f"an example has {longest} tokens, above the model's {positions} positions"
+            fix = f"set data.supervised.max_tokens={positions} and data.too_long=drop, or shorten the example"
+            yield Finding("SEQ-FIT", "error", message, fix)
+        return
     if rollout.max_context is not None and rollout.max_context <= prompt:
         message = f"rollout.max_context {rollout.max_context} leaves no token after a prompt of {prompt}"
         yield Finding("SEQ-FIT", "error", message, f"raise it to at least {prompt + 1}, or shorten the prompts")
@@ -150,7 +159,7 @@ def _sequence_fits(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
 def _engine_model(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     """A trainer may know more of a family than the engine beside it."""
-    if recipe.engine.engine != "embedded" or recipe.model.path is None:
+    if recipe.supervised or recipe.engine.engine != "embedded" or recipe.model.path is None:
         return  # a created model is one that both know
     from miles.rollout.engines.embedded.models import check_served
 
@@ -178,6 +187,8 @@ def _tokenizer(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     from miles.rollout.rewards import build_reward
 
+    if recipe.supervised:
+        return
     try:
         reward = build_reward(recipe.rollout.reward, recipe.data, seed=recipe.seed)
         check_answers(recipe, [*facts.prompts.training, *chain(*facts.prompts.evaluation.values())], reward)

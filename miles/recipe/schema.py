@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from miles.algos.config import AlgoConfig
 from miles.config import ConfigError, StrictModel, metric_names, user_code
+from miles.config.metric_table import HELD_OUT_LOSS
 from miles.data.config import DataConfig
 from miles.data.supervised.config import SupervisedConfig
 from miles.evaluate import prompt_sets, summary
@@ -53,6 +54,8 @@ class Recipe(StrictModel):
         named += [(f"quant.gates.{index}.name", gate.name) for index, gate in enumerate(self.quant.gates)]
         for key, name in named:
             evaluated = key.startswith("expect.") and name.startswith(summary.PREFIX)
+            if evaluated and name == HELD_OUT_LOSS:
+                continue  # a rule knows whether this run measures it
             fault = summary.fault(name, self.eval) if evaluated else metric_names.fault(name)
             if fault is not None:
                 raise ValueError(f"{key}: {name} {fault}")
@@ -79,6 +82,11 @@ class Recipe(StrictModel):
         """`ValueError` for options that do not fit where the samples come from, an engine or the data. For an advantage
         or a loss of the user's own this imports it."""
         if self.supervised:
+            if self.data.too_long == "truncate_left":
+                raise ValueError(
+                    "data.too_long is truncate_left, which cuts the question from its answer; use drop or error, with "
+                    "data.supervised.max_tokens as the limit"
+                )
             if self.run.keep_best is not None:
                 raise ValueError(
                     f"run.keep_best is {self.run.keep_best}, but algo.loss {self.algo.loss} starts no engine that could "

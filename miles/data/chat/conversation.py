@@ -25,7 +25,8 @@ MOST_MESSAGES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`messages`: objects with role and content, the last of a user or a tool. `tools`: JSON schemas, or None.
+    """`messages`: objects with role and content, the last of a user or a tool, or of the assistant where the answer is
+    given. `tools`: JSON schemas, or None.
 
     Make one with `of`, which checks them.
     """
@@ -34,8 +35,11 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] | None = None
 
     @classmethod
-    def of(cls, messages: Any, tools: Any = None, *, place: str, key: str = "messages") -> Conversation:
-        """`ConfigError` that begins with `place` when a template could not make one prompt of them."""
+    def of(
+        cls, messages: Any, tools: Any = None, *, place: str, key: str = "messages", answered: bool = False
+    ) -> Conversation:
+        """`ConfigError` that begins with `place` when a template could not make one prompt of them; of an answered one,
+        a prompt and its answer."""
         if not isinstance(messages, list | tuple) or not messages:
             got = "an empty list" if isinstance(messages, list | tuple) else f"{_shown(messages)}"
             raise ConfigError(f"{place}: {key!r} is {got}; write a list of messages, each with role and content")
@@ -49,7 +53,11 @@ class Conversation:
             before, called = _check_message(message, before, called, where)
             # A key without a value is a key left out; several templates print it otherwise.
             kept.append({name: value for name, value in message.items() if value is not None})
-        if before not in ("user", "tool"):
+        if answered and before != "assistant":
+            raise ConfigError(
+                f"{place}: {key} ends with {_named(before)}, so there is no answer to learn; end it with an assistant message"
+            )
+        if not answered and before not in ("user", "tool"):
             raise ConfigError(
                 f"{place}: {key} ends with {_named(before)}, so nothing is left to answer; end it with a user or tool "
                 "message"
@@ -64,6 +72,10 @@ class Conversation:
                 f"{place}: the row has {_named(first)} of its own and data.system_prompt is set too; remove one of them"
             )
         return Conversation(({"role": "system", "content": text}, *self.messages), self.tools)
+
+    def upto(self, count: int) -> Conversation:
+        """The first `count` messages, with the same tools."""
+        return Conversation(self.messages[:count], self.tools)
 
     def key(self) -> str:
         """What tells this conversation from others: canonical JSON of messages and tools; of a question alone its text."""

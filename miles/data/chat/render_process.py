@@ -48,7 +48,7 @@ def answer(render: Any, request: dict[str, Any], setup: dict[str, Any]) -> dict[
             conversations=[request["messages"]],
             tools=tools,
             chat_template=template,
-            add_generation_prompt=True,
+            add_generation_prompt=request["generation_prompt"],
             **variables,
         )
     except BaseException as error:  # whatever a template does, the reply is one line

@@ -45,10 +45,15 @@ class ChatRenderer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def render(self, conversation: Conversation, *, place: str) -> str:
-        """The prompt's text, generation prompt included. `ConfigError` begins with `place` and names the Jinja line."""
+    def render(self, conversation: Conversation, *, place: str, generation_prompt: bool = True) -> str:
+        """The conversation's text, with what begins an answer at its end. `ConfigError` begins with `place` and names the
+        Jinja line."""
         process = self._started()
-        request = {"messages": conversation.messages, "tools": conversation.tools}
+        request = {
+            "messages": conversation.messages,
+            "tools": conversation.tools,
+            "generation_prompt": generation_prompt,
+        }
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps(request).encode() + b"\n")
