@@ -35,7 +35,7 @@ def variants() -> list[str]:
 def learn(recipe: str, seed: int, sets: list[str], folder: Path) -> dict[str, Any]:
     """One run in a folder of its own; its curve's key figures. A run that breaks ends the benchmark with its output."""
     name = f"{recipe}-{seed}"
-    options = [f"name={name}", f"seed={seed}", f"run.directory={folder}", "run.tensorboard=false", *sets]
+    options = [f"name={name}", f"seed={seed}", f"run.directory={folder}", "observe.trackers=[]", *sets]
     command = [sys.executable, "-m", "miles.cli", "train", str(REPOSITORY / "recipes" / f"{recipe}.yaml")]
     command += [word for option in options for word in ("--set", option)]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

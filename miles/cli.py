@@ -139,6 +139,22 @@ def replay(
 
 
 @app.command()
+def samples(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run folder, e.g. runs/quickstart")],
+    step: Annotated[int | None, typer.Option(min=0, help="of this step; without it the newest")] = None,
+    best: Annotated[bool, typer.Option("--best", help="highest rewards first, of all steps unless --step")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="lowest rewards first, of all steps unless --step")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="how many")] = 8,
+) -> None:
+    """Print what the model wrote, with rewards."""
+    from miles.observe.samples_view import show
+
+    if best and worst:
+        raise ConfigError("--best and --worst exclude each other; give one of them")
+    show(run, Console(), step=step, order="best" if best else "worst" if worst else None, limit=limit)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine has, what will run on it, and why the rest will not."""
     from miles.orchestrate.doctor import report

@@ -14,7 +14,7 @@ from miles_ci.errors import UsageError, suggestion
 PREFIX = "MILES_CI_"
 
 VARIABLES: dict[str, str] = {
-    "MILES_CI_CACHE_DIR": "Folder of the scan cache (default: .miles-ci in the repository).",
+    "MILES_CI_CACHE_DIR": "Folder of the scan cache, outside the repository (default: ~/.cache/miles-ci; in GitHub Actions none).",
     "MILES_CI_HISTORY_URL": "History store: sqlite:///path or postgresql://…; a secret on CI.",
     "MILES_CI_LOCK_DIR": "Folder with one lock file per GPU, shared by all runner processes of a host.",
     "MILES_CI_METRICS_DIR": "Set for each test: where it writes the metric records that bounds read.",

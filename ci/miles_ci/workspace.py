@@ -7,8 +7,8 @@ from datetime import date
 from functools import cached_property
 from pathlib import Path
 
+from miles_ci.declare.cache_folder import cache_folder
 from miles_ci.declare.model import Scan
-from miles_ci.environment import read
 from miles_ci.errors import ConfigErrors, Diagnostic, UsageError
 from miles_ci.plan.durations import TABLE, Durations
 from miles_ci.registry.load import REGISTRY, Reading, read_fleet
@@ -63,9 +63,8 @@ class Workspace:
         return self.reading.fleet
 
     @property
-    def cache_dir(self) -> Path:
-        configured = read("MILES_CI_CACHE_DIR")
-        return Path(configured) if configured else self.root / ".miles-ci"
+    def cache_dir(self) -> Path | None:
+        return cache_folder(self.root)
 
     @cached_property
     def scan(self) -> Scan:

@@ -10,6 +10,8 @@ __all__ = [
     "ConfigError",
     "MilesError",
     "StrictModel",
+    "beside_recipe",
+    "callable_room",
     "environment",
     "errors",
     "files",

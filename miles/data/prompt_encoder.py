@@ -21,6 +21,8 @@ class Encoder(Protocol):
 class ChatEncoder(Encoder, Protocol):
     """What conversations need of `miles.data.tokenizer.Tokenizer`."""
 
+    def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]: ...
+
     @property
     def directory(self) -> Path: ...
 
@@ -33,59 +35,58 @@ def wraps_text(config: DataConfig) -> bool:
 
 
 class PromptEncoder:
-    """`encode` items; `close` when done with them."""
+    """`encode` items; `close` when done with them. The template is read, and its process started, when one is needed."""
 
     def __init__(self, config: DataConfig, tokenizer: Encoder) -> None:
+        self._config = config
         self._tokenizer = tokenizer
         self._wraps_text = wraps_text(config)
-        self._chat = ChatText(config, tokenizer)
+        self._renderer: ChatRenderer | None = None
+        self._chat: ChatEncoder | None = None
 
     def encode(self, item: TaskItem, *, place: str) -> tuple[str, np.ndarray]:
         """(text, int64 [P]) of the whole prompt. Errors begin with `place`."""
         conversation = item.conversation
         if conversation is None and self._wraps_text:
             conversation = Conversation.of([{"role": "user", "content": item.text}], place=place)
-        text = item.text if conversation is None else self._chat.prompt(conversation, place=place)
+        text = item.text if conversation is None else self._rendered(conversation, place)
         try:
             return text, self._tokenizer.encode(text)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None
 
+    def encode_answered(self, conversation: Conversation, *, place: str) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [n], mask bool [n]) of an answered conversation; the mask holds tokens that its assistants wrote.
+
+        The end of a turn belongs to the answer where the template writes it in one. Errors begin with `place`.
+        """
+        conversation = self._prepared(conversation, place)
+        assert self._renderer is not None
+        assert self._chat is not None
+        text, answers = self._renderer.render_answered(conversation, place=place)
+        try:
+            return self._chat.encode_marked(text, answers)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
+
     def close(self) -> None:
-        self._chat.close()
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
 
+    def _rendered(self, conversation: Conversation, place: str) -> str:
+        conversation = self._prepared(conversation, place)
+        assert self._renderer is not None
+        return self._renderer.render(conversation, place=place)
 
-class ChatText:
-    """Conversations to text by the recipe's chat template. It is read, and its process started, when one is needed."""
-
-    def __init__(self, config: DataConfig, tokenizer: Encoder) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._renderer: ChatRenderer | None = None
-        self._chat: ChatEncoder | None = None
-
-    def prompt(self, conversation: Conversation, *, place: str) -> str:
-        """The whole prompt, with what begins an answer at its end."""
-        return self.rendered(self.checked(conversation, place=place), place=place, generation_prompt=True)
-
-    def checked(self, conversation: Conversation, *, place: str) -> Conversation:
-        """With the recipe's system prompt; `ConfigError` for a text that holds a special token."""
+    def _prepared(self, conversation: Conversation, place: str) -> Conversation:
+        """With the system prompt and without special tokens; the renderer is there."""
         if self._config.system_prompt is not None:
             conversation = conversation.with_system(self._config.system_prompt, place=place)
         if self._renderer is None:
             self._open()
         self._refuse_special_tokens(list(conversation.texts()), place)
         return conversation
-
-    def rendered(self, conversation: Conversation, *, place: str, generation_prompt: bool) -> str:
-        """Text of a checked conversation."""
-        assert self._renderer is not None
-        return self._renderer.render(conversation, place=place, generation_prompt=generation_prompt)
-
-    def close(self) -> None:
-        if self._renderer is not None:
-            self._renderer.close()
-            self._renderer = None
 
     def _open(self) -> None:
         tokenizer, config = self._tokenizer, self._config

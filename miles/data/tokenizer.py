@@ -16,7 +16,7 @@ import numpy as np
 
 from miles.config import ConfigError
 from miles.config.files import write_atomic
-from miles.data.chat.template import ChatFormat
+from miles.data.chat import ChatFormat
 from miles.data.token_coverage import TokenCoverage
 
 PAD, EOS = "<pad>", "<eos>"
@@ -81,6 +81,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """int64 [n]; `ConfigError` when a character has no token (a lost character would train silently)."""
+        return np.asarray(self._encoding(text).ids, dtype=np.int64)
+
+    def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """(`encode(text)`, bool [n]): marked are tokens with a character in one of the [start, end) `spans`."""
+        encoding = self._encoding(text)
+        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        marked = np.zeros(len(offsets), dtype=bool)
+        for start, end in spans:
+            marked |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+        return np.asarray(encoding.ids, dtype=np.int64), marked
+
+    def _encoding(self, text: str) -> Any:
         try:
             encoding = self._backend.encode(text, add_special_tokens=False)
             lost = self._coverage.lost(text, encoding.ids, encoding.offsets)
@@ -93,7 +105,7 @@ class Tokenizer:
                 f"tokenizer: {text[:40]!r} has characters without a token: {lost}; use a tokenizer that knows them, or "
                 "take them out of the data"
             )
-        return np.asarray(encoding.ids, dtype=np.int64)
+        return encoding
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
         return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special)

@@ -5,4 +5,8 @@
 processes answer (`miles.orchestrate.evaluation`, `miles.orchestrate.eval_command`).
 """
 
+from miles.config.callable_room import make_callable
+
 __all__ = ["best", "config", "evaluator", "prompt_sets", "summary"]
+
+make_callable(__name__)

@@ -1,3 +1,12 @@
-"""What a run shows and leaves behind: the metrics log, TensorBoard events, live progress, the reward report."""
+"""What a run shows and leaves behind: the metrics log, samples as text, trackers, live progress, the reward report."""
 
-__all__ = ["metrics_log", "progress", "reward_report", "tensorboard_events"]
+__all__ = [
+    "config",
+    "metrics_log",
+    "progress",
+    "reward_report",
+    "samples_log",
+    "samples_view",
+    "trackers",
+    "visible_text",
+]

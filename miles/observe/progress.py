@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import io
 import itertools
 import time
 from typing import Any, Protocol, Self
@@ -17,6 +19,9 @@ from miles.config import environment
 REDRAW_INTERVAL_S = 0.15
 REWARD = "rollout/reward_mean"
 PLAIN_INTERVAL_S = 5.0
+NOTEBOOK_WIDTH = 100
+# Lines above the block of a notebook.
+MOST_SAID = 100
 SPARK = "▁▂▃▄▅▆▇█"
 
 
@@ -31,7 +36,9 @@ class Progress(Protocol):
 
 
 def open_progress(*, name: str, total_steps: int, console: Console) -> Progress:
-    """A live view on a terminal; one line now and then in a log."""
+    """A live view on a terminal or in a notebook; one line now and then in a log."""
+    if console.is_jupyter and not console.quiet:
+        return NotebookProgress(name=name, total_steps=total_steps)
     plain = not console.is_terminal or environment.read("MILES_NO_COLOR") == "1"
     if plain:
         return PlainProgress(name=name, total_steps=total_steps, console=console)
@@ -68,28 +75,22 @@ class PlainProgress:
         return
 
 
-class LiveProgress:
-    """A redrawn block: bar, reward with its recent course, loss, tokens per second, time per phase."""
+class _Block:
+    """What is redrawn: bar, reward with its recent course, loss, tokens per second, time per phase."""
 
-    def __init__(self, *, name: str, total_steps: int, console: Console) -> None:
+    def __init__(self, *, name: str, total_steps: int) -> None:
         self._name, self._total = name, total_steps
         self._rewards: list[float] = []
         self._stage = "starting"
         self._row: dict[str, Any] = {}
         self._last = 0.0
-        self._live = Live(self._render(), console=console, auto_refresh=False, transient=False)
-        self._live.start()
+
+    def _show(self) -> None:
+        raise NotImplementedError
 
     def stage(self, text: str) -> None:
         self._stage = text
         self._redraw()
-
-    def say(self, text: str) -> None:
-        # Above the block that is redrawn, where it stays.
-        self._live.console.print(f"{self._name}: {text}", highlight=False, markup=False, soft_wrap=True)
-
-    def warn(self, text: str) -> None:
-        self.say(f"warning: {text}")
 
     def step(self, row: dict[str, Any]) -> None:
         self._row, self._stage = row, "training"
@@ -98,18 +99,9 @@ class LiveProgress:
         if time.monotonic() - self._last >= REDRAW_INTERVAL_S or row["step"] + 1 >= self._total:
             self._redraw()
 
-    def close(self) -> None:
-        self._live.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _redraw(self) -> None:
         self._last = time.monotonic()
-        self._live.update(self._render(), refresh=True)
+        self._show()
 
     def _render(self) -> Group:
         done = self._row.get("step", -1) + 1
@@ -125,6 +117,68 @@ class LiveProgress:
             table.add_row("loss", "step skipped", "no sample counted")
         table.add_row("tokens/s", f"{self._row['rollout/tokens_per_s']:.0f}", _phases(self._row))
         return Group(head, ProgressBar(total=self._total, completed=done, width=60), table)
+
+
+class LiveProgress(_Block):
+    """The block at the foot of a terminal."""
+
+    def __init__(self, *, name: str, total_steps: int, console: Console) -> None:
+        super().__init__(name=name, total_steps=total_steps)
+        self._live = Live(self._render(), console=console, auto_refresh=False, transient=False)
+        self._live.start()
+
+    def say(self, text: str) -> None:
+        # Above the block that is redrawn, where it stays.
+        self._live.console.print(f"{self._name}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _show(self) -> None:
+        self._live.update(self._render(), refresh=True)
+
+
+class NotebookProgress(_Block):
+    """The block in the cell's output, and what is said above it."""
+
+    def __init__(self, *, name: str, total_steps: int) -> None:
+        super().__init__(name=name, total_steps=total_steps)
+        from IPython.display import display
+
+        self._said: list[str] = []
+        self._handle = display(self._bundle(), raw=True, display_id=True)
+
+    def say(self, text: str) -> None:
+        self._said.append(f"{self._name}: {text}")
+        self._redraw()
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    def close(self) -> None:
+        self._redraw()
+
+    def _show(self) -> None:
+        self._handle.update(self._bundle(), raw=True)
+
+    def _bundle(self) -> dict[str, str]:
+        """The text as a notebook's front end wants it."""
+        # Not the front end's console: the text goes into the one output that is replaced.
+        console = Console(file=io.StringIO(), width=NOTEBOOK_WIDTH, force_jupyter=False, force_terminal=False)
+        for line in self._said[-MOST_SAID:]:
+            console.print(line, highlight=False, markup=False)
+        console.print(self._render())
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
 
 
 def _outcome(row: dict[str, Any]) -> str:

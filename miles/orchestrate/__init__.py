@@ -4,4 +4,4 @@ Order of reading: `run_folder` (where a run lives), `placement` (who gets which 
 (one process, one role), `actor_group` (all actors of a run), `loop` (one step after another), `train` (the command).
 """
 
-__all__ = ["doctor", "dry_run", "eval_command", "replay_command", "startable", "train"]
+__all__ = ["doctor", "dry_run", "eval_command", "event_loop", "replay_command", "run_result", "startable", "train"]

@@ -5,7 +5,6 @@ The engines are those of the recipe, on this machine, so the numbers are those t
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from miles.evaluate.best import read_best
 from miles.evaluate.evaluator import Evaluator
 from miles.evaluate.summary import PREFIX
 from miles.orchestrate.backends import start_engine
+from miles.orchestrate.event_loop import run_to_end
 from miles.orchestrate.run_folder import RunFolder, locate
 from miles.orchestrate.startable import check_start
 from miles.orchestrate.train import started_rewards
@@ -112,7 +112,7 @@ def evaluate(
                 finally:
                     evaluator.close()
 
-        return asyncio.run(measure())
+        return run_to_end(measure())
 
 
 def _on_device(engine: EngineConfig, index: int) -> EngineConfig:

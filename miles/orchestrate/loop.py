@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @dataclass
 class TrainingLoop:
-    """One run's loop over a started actor group. `record` receives each finished step's row."""
+    """One run's loop over a started actor group. `show_samples` receives each step's samples, then `record` its row."""
 
     recipe: Recipe
     actors: ActorGroup
@@ -39,6 +39,7 @@ class TrainingLoop:
     folder: RunFolder
     schedule: ScheduleConfig
     record: Callable[[Row], None]
+    show_samples: Callable[[int, list[Sample]], None]
     before_checkpoint: Callable[[], None]
     watch: GradientWatch
     devices: DeviceSharing = field(default_factory=Disaggregated)
@@ -74,6 +75,7 @@ class TrainingLoop:
             trained = await self.train(step, prepared)
         with clock.measure("time/sync"):
             await self.sync_weights(skipped=bool(trained["train/step_skipped"]))
+        self.show_samples(step, batch.samples)
         self.record(self.row(step, batch, prepared.metrics | trained, clock.finish()) | measured)
 
     async def evaluate(self, step: int) -> dict[str, float]:

@@ -1,10 +1,12 @@
-"""Whether engines can listen where the recipe says: looked at in the driver, before anything starts."""
+"""What only this machine can say, looked at in the driver before anything starts: trackers, engine host and port."""
 
 from __future__ import annotations
 
 import socket
 import time
 
+from miles.config import ConfigError
+from miles.observe.config import ObserveConfig, missing
 from miles.rollout.config import EngineConfig
 from miles.rollout.errors import PortError
 from miles.rollout.http_server import listen
@@ -12,6 +14,12 @@ from miles.rollout.http_server import listen
 # An engine of a killed run ends a moment after its driver; the same command may be started again at once.
 PORT_WAIT_S = 3.0
 POLL_S = 0.1
+
+
+def check_trackers(observe: ObserveConfig) -> None:
+    """`ConfigError` with how to install what is missing."""
+    if lacking := missing(observe):
+        raise ConfigError("\n".join(f"observe.trackers: {name}: {how}" for name, how in lacking.items()))
 
 
 def check_host(host: str) -> None:

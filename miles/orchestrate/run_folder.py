@@ -4,8 +4,10 @@
       recipe.json       resolved recipe and its digest      checkpoints/   iter_<n>, see miles.train.checkpoint
       inputs.json       sha256 of the files it reads        model/         the model the run starts from, if created
       metrics.jsonl     one object a step
-      tensorboard/      event files                         hf_model/      exported model of the finished run
-      replay/           steps recorded for `miles replay`   logs/          engine messages
+      samples.jsonl     samples as text, the older ones in  samples.1.jsonl
+      tensorboard/      event files                         wandb/, mlflow.db, trackers/  of trackers that are switched on
+      hf_model/         exported model of the finished run  logs/          engine messages
+      replay/           steps recorded for `miles replay`
       best/             with `run.keep_best`, see miles.evaluate.best
       reward.png, reward.html, result.json (written last)
 
@@ -30,7 +32,7 @@ from miles.config.json_text import parse_json
 from miles.config.overrides import parse_override
 from miles.orchestrate.errors import RunFolderError
 from miles.recipe import Recipe, digest
-from miles.recipe.schema import canonical_json, differences
+from miles.recipe.schema import NOT_DETERMINING, canonical_json, differences
 
 SUFFIX_CHARS = 8
 PID_CHARS = 10
@@ -71,10 +73,6 @@ class RunFolder:
         return self.path / "logs"
 
     @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
     def recipe(self) -> Path:
         return self.path / "recipe.json"
 
@@ -110,8 +108,8 @@ def locate(recipe: Recipe, overrides: Sequence[str]) -> RunFolder:
     not its name."""
     runs = Path(recipe.run.directory or environment.read("MILES_RUNS_DIR") or "runs")
     keys = [parse_override(text)[0] for text in overrides]
-    # Where a run is does not make it another one.
-    changed = [key for key in keys if key[0] != "cluster"]
+    # Where a run is and who watches it does not make it another one.
+    changed = [key for key in keys if key[0] not in NOT_DETERMINING]
     suffix = "" if ("name",) in keys or not changed else f"-{digest(recipe)[:SUFFIX_CHARS]}"
     return RunFolder(runs / f"{recipe.name}{suffix}")
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from miles.orchestrate.placed_cluster import known_facts
 from miles.orchestrate.placement import Placement, place
-from miles.orchestrate.preflight import check_host, check_port
+from miles.orchestrate.preflight import check_host, check_port, check_trackers
 from miles.recipe import Recipe
 from miles.recipe.rules import Finding, check_or_raise
 
 
 def check_start(recipe: Recipe) -> list[Finding]:
-    """Warnings for a run that may start; `ConfigError` for rules, files, prompts, engine host or port that stop it."""
+    """Warnings for a run that may start; `ConfigError` for rules, files, prompts, trackers, engine host or port that
+    stop it."""
     findings = check_or_raise(recipe)
+    check_trackers(recipe.observe)
     if not recipe.supervised:
         check_host(recipe.engine.host)
         check_port(recipe.engine)

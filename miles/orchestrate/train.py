@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,16 @@ from miles.data.packing import FlopsShape
 from miles.data.tokenizer import Tokenizer
 from miles.evaluate import summary
 from miles.evaluate.best import read_best
+from miles.observe import samples_log
 from miles.observe.metrics_log import MetricsLog, read_rows, require_steps, rewind
 from miles.observe.progress import Progress, open_progress
 from miles.observe.reward_report import LOSS, MEAN_OVER, REWARD, write_reward_report
-from miles.observe.tensorboard_events import TensorBoardEvents
+from miles.observe.samples_log import SamplesLog
+from miles.observe.trackers.feed import Trackers
 from miles.orchestrate.actor_group import ActorGroup, running_actors
 from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.errors import ExpectationMissed
+from miles.orchestrate.event_loop import run_to_end
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
 from miles.orchestrate.loop import Row, TrainingLoop
@@ -35,25 +36,29 @@ from miles.orchestrate.model_folder import prepare_model
 from miles.orchestrate.placed_cluster import check_placement, placed_cluster
 from miles.orchestrate.placement import Placement
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
+from miles.orchestrate.run_result import RunResult
 from miles.orchestrate.schedule import schedule_config
 from miles.orchestrate.sources import Surroundings, engine_answers, given_answers
 from miles.orchestrate.startable import check_start
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
+from miles.recipe.schema import settings
 from miles.rollout.protocol import Rollout
 from miles.rollout.rewards import RewardPool, build_reward
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a finished run reports."""
+def train(
+    recipe: Recipe,
+    overrides: Sequence[str],
+    *,
+    fresh: bool,
+    console: Console,
+    on_step: Callable[[Row], object] | None = None,
+) -> RunResult:
+    """Run the recipe to its end. A run that is already finished is only reported.
 
-    line: str
-    result: dict[str, Any]
-
-
-def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Console) -> Outcome:
-    """Run the recipe to its end and return the closing line. A run that is already finished is only reported."""
+    `on_step` gets a copy of each row of the log as it is recorded; what it raises ends the run.
+    """
     started = time.monotonic()
     # Rows are a few tokens long: handing them to a thread pool costs more than decoding them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -73,11 +78,15 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
                 f"{folder.path}: this run is finished; --fresh starts it over", highlight=False, soft_wrap=True
             )
             _check_expectations(recipe, rows)
-            return Outcome(finished["line"], finished)
+            return RunResult(finished["line"], finished, folder.path, rows)
         check_or_record(recipe, folder)
         model_dir = prepare_model(recipe, folder)
-        progress = open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
-        try:
+        with (
+            contextlib.closing(
+                open_progress(name=recipe.name, total_steps=recipe.run.steps, console=console)
+            ) as progress,
+            contextlib.closing(_trackers(recipe, folder, progress)) as trackers,
+        ):
             tokenizer = Tokenizer(model_dir)
             progress.stage("starting Ray")
             with (
@@ -85,17 +94,18 @@ def train(recipe: Recipe, overrides: Sequence[str], *, fresh: bool, console: Con
                 contextlib.nullcontext() if recipe.supervised else started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,
             ):
-                session = _Session(recipe, placement, folder, model_dir, progress, tokenizer, rewards)
-                rows = asyncio.run(session.run())
+                session = _Session(
+                    recipe, placement, folder, model_dir, progress, tokenizer, rewards, trackers, on_step
+                )
+                rows = run_to_end(session.run())
                 # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, folder, started)
                 curve = LOSS if recipe.supervised else REWARD
                 write_reward_report(_steps(recipe, rows), folder.path, name=recipe.name, curve=curve)
-        finally:
-            progress.close()
+        # After the trackers: a finished run is only reported, so they have to have it all.
         write_atomic(folder.result, json.dumps(result, indent=1) + "\n")
     _check_expectations(recipe, rows)
-    return Outcome(result["line"], result)
+    return RunResult(result["line"], result, folder.path, rows)
 
 
 @contextlib.contextmanager
@@ -110,6 +120,10 @@ def started_rewards(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RewardPool
         pool.close()
 
 
+def _trackers(recipe: Recipe, folder: RunFolder, progress: Progress) -> Trackers:
+    return Trackers(recipe.observe, name=recipe.name, folder=folder.path, settings=settings(recipe), warn=progress.warn)
+
+
 class _Session:
     """Everything that lives while actors do."""
 
@@ -122,10 +136,13 @@ class _Session:
         progress: Progress,
         tokenizer: Tokenizer,
         rewards: RewardPool | None,
+        trackers: Trackers,
+        on_step: Callable[[Row], object] | None,
     ) -> None:
+        self.on_step = on_step
         self.placement = placement
         self.recipe, self.folder, self.model_dir, self.progress = recipe, folder, model_dir, progress
-        self.tokenizer, self.rewards = tokenizer, rewards
+        self.tokenizer, self.rewards, self.trackers = tokenizer, rewards, trackers
 
     async def run(self) -> list[Row]:
         """Rows of the metrics log; however it ends, what waits for Ray in other threads waits no longer than the sweeper."""
@@ -148,16 +165,25 @@ class _Session:
                 stack.push_async_callback(source.close)
                 first_step, version = self._resume(actors, source.rollout)
                 rows = rewind(folder.metrics, first_dropped_step=first_step)
+                samples_log.rewind(folder.path, first_dropped_step=first_step, warn=self.progress.warn)
+                self.trackers.start(rows)
                 log = stack.enter_context(MetricsLog(folder.metrics))
-                record = self._recorder(stack, log, rows)
+                samples = SamplesLog(folder.path, recipe.observe.samples, self.tokenizer, self.progress.warn)
+                stack.callback(samples.close)
+
+                def make_durable() -> None:
+                    samples.sync()
+                    log.sync()
+
                 loop = TrainingLoop(
                     recipe,
                     actors,
                     source.rollout,
                     folder,
                     schedule,
-                    record,
-                    log.sync,
+                    self._recorder(log, rows),
+                    samples.append,
+                    make_durable,
                     devices=source.devices,
                     version=version,
                     evaluation=source.evaluation,
@@ -166,9 +192,11 @@ class _Session:
                 # What start-up made lives to the end: collections during the steps need not walk over it.
                 gc.collect()
                 gc.freeze()
+                stack.callback(gc.unfreeze)  # a program or notebook goes on afterwards
                 await loop.run(first_step)
                 for note in source.notes():
                     self.progress.warn(note)
+            self.trackers.end()
             self.progress.stage("exporting the model")
             await actors.on_all_workers("export", folder.exported_model)
             self.progress.stage("done")
@@ -186,18 +214,15 @@ class _Session:
     def _resume(self, actors: ActorGroup, rollout: Rollout) -> tuple[int, int]:
         """(first step to run, weight version that the trainer holds)."""
         for note in actors.notes:
-            self.progress.stage(f"checkpoint passed over: {note}")
+            self.progress.say(f"checkpoint passed over: {note}")
         if actors.resumed is None:
             return 0, 0
         rollout.restore(actors.resumed["rollout"])
         step = int(actors.resumed["step"])
-        self.progress.stage(f"resuming after step {step}")
+        self.progress.say(f"resuming after step {step}")
         return step, int(actors.resumed["weight_version"])
 
-    def _recorder(self, stack: contextlib.AsyncExitStack, log: MetricsLog, rows: list[Row]) -> Any:
-        events = TensorBoardEvents(self.folder.tensorboard, rows) if self.recipe.run.tensorboard else None
-        if events is not None:
-            stack.callback(events.close)
+    def _recorder(self, log: MetricsLog, rows: list[Row]) -> Any:
         first = len(rows)
 
         def record(row: Row) -> None:
@@ -209,10 +234,11 @@ class _Session:
                 self.progress.warn(gap)
             rows.append(row)
             log.append(row)
-            if events is not None:
-                events.append(row)
+            self.trackers.append(row)
             if trained:
                 self.progress.step(row)
+            if self.on_step is not None:
+                self.on_step(dict(row))
 
         return record
 

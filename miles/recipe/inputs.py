@@ -173,5 +173,5 @@ def check_answers(recipe: Recipe, prompts: Iterable[Prompt], reward: RewardFn) -
             shown = "missing" if prompt.answer is None else f"{json.dumps(prompt.answer)[:40]}, not text"
             raise ConfigError(
                 f"rollout.reward.kind {recipe.rollout.reward.kind} compares with the answer's text, but the answer of "
-                f"{prompt.text[:40]!r} is {shown}; quote it, or use a reward of your own (kind python)"
+                f"{prompt.key[:40]!r} is {shown}; quote it, or use a reward of your own (kind python)"
             )

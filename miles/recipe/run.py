@@ -20,7 +20,6 @@ class RunConfig(StrictModel):
     directory: str | None = None
     # Steps (0-based) that are recorded for `miles replay`; each costs a checkpoint.
     replay_steps: tuple[int, ...] = ()
-    tensorboard: bool = True
     # A warning comes when so many steps in a row carried no gradient (equal rewards); `expect` may ask for more.
     no_gradient_warning_steps: int = Field(default=10, ge=1)
     # Bound of every wait on an actor, in seconds; also covers the start.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,12 +16,16 @@ from miles.data.supervised.config import SupervisedConfig
 from miles.evaluate import prompt_sets, summary
 from miles.evaluate.config import EvalConfig
 from miles.models.config import ModelConfig
+from miles.observe.config import ObserveConfig
 from miles.quant.config import QuantConfig
 from miles.recipe.placement import ClusterConfig, PlacementConfig
 from miles.recipe.run import Expectation, RunConfig, Validation
 from miles.rollout.config import EngineConfig, RolloutConfig
 from miles.sync.config import SyncConfig
 from miles.train.config import TrainConfig
+
+# Sections that do not change what a run learns.
+NOT_DETERMINING = ("cluster", "observe")
 
 
 class Recipe(StrictModel):
@@ -43,6 +47,7 @@ class Recipe(StrictModel):
     quant: QuantConfig = QuantConfig()
     placement: PlacementConfig = PlacementConfig()
     cluster: ClusterConfig = ClusterConfig()
+    observe: ObserveConfig = ObserveConfig()
     expect: dict[str, Expectation] = Field(default_factory=dict)
     validation: Validation = Validation()
 
@@ -134,13 +139,13 @@ class Recipe(StrictModel):
 def canonical_json(recipe: Recipe) -> str:
     """The resolved recipe with sorted keys and no blanks: the text that the digest is taken of.
 
-    `cluster` is left out: a run goes on where there is room for it.
+    `cluster` and `observe` are left out: a run goes on where there is room for it, and whoever watches.
     """
     return json.dumps(_determining(recipe), sort_keys=True, separators=(",", ":"))
 
 
 def _determining(recipe: Recipe) -> dict[str, object]:
-    return recipe.model_dump(mode="json", exclude={"cluster"})
+    return recipe.model_dump(mode="json", exclude=set(NOT_DETERMINING))
 
 
 def digest(recipe: Recipe) -> str:
@@ -153,6 +158,11 @@ def differences(left: Recipe, right: Recipe) -> list[str]:
     first, second = _leaves(_determining(left)), _leaves(_determining(right))
     keys = sorted(first.keys() | second.keys())
     return [f"{key}: {first.get(key)} -> {second.get(key)}" for key in keys if first.get(key) != second.get(key)]
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """Every resolved leaf by its dotted key, as JSON values, without what does not change what a run learns."""
+    return {key: json.loads(text) for key, text in _leaves(_determining(recipe)).items()}
 
 
 def _leaves(value: object, prefix: str = "") -> dict[str, str]:

@@ -20,6 +20,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "fast" / "docs" / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "fast/miles/observe/helpers"))
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

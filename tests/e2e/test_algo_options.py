@@ -11,7 +11,7 @@ from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=60, suite="stage-b-cpu")
 
-SHORT = ("run.steps=3", "eval.sets=[]", "run.tensorboard=false", "expect={}")
+SHORT = ("run.steps=3", "eval.sets=[]", "observe.trackers=[]", "expect={}")
 EXACT_KL = ("algo.kl.where=loss", "algo.kl.estimator=support_exact", "algo.kl.coef=0.1")
 
 

@@ -17,7 +17,7 @@ register_cpu_ci(1500, "stage-b-cpu", nightly=True, split=True)
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "fast").rglob("test_*.py"))
 # What a first run leaves behind is in these; a clone has none of them.
-LEFT_OUT = (".hypothesis", ".pytest_cache", ".venv", "runs", "results", ".miles-ci")
+LEFT_OUT = (".hypothesis", ".pytest_cache", ".venv", "runs", "results")
 
 
 @pytest.fixture(scope="session")

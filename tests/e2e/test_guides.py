@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from pages import read_page
+from tracker_files import offline_wandb
 
 from miles_ci.declare import register_cpu_ci
 
@@ -41,9 +42,31 @@ def rows(folder: Path, name: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(400)
+def test_what_a_run_does_is_seen(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    page = "docs/guide/seeing.md"
+    said = follow(page, tmp_path, runs)
+    for shown in said[1:]:
+        assert shown.startswith("log-prob sum "), shown
+    ((_, tracked),) = offline_wandb(tmp_path / "runs" / "quickstart")
+    assert [row["_step"] for row in tracked] == [row["step"] for row in rows(tmp_path, "quickstart")]
+    (code,) = [fence for fence in read_page(ROOT / page).fences if fence.language == "python"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(code.lines)], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=60, check=True)  # fmt: skip
+    assert done.stdout.strip()
+
+
+@pytest.mark.timeout(400)
 def test_a_finished_run_teaches_the_next_one(runs, tmp_path):
     follow("docs/guide/distillation.md", tmp_path, runs)
     learned = rows(tmp_path, "student")
     assert learned[0]["rollout/reward_mean"] <= 0.2
     assert sum(row["rollout/reward_mean"] for row in learned[-5:]) / 5 >= 0.9
     assert learned[-1]["train/teacher_kl"] < 0.2 * learned[0]["train/teacher_kl"]
+
+
+@pytest.mark.timeout(400)
+def test_an_exported_model_is_a_model_to_start_from(runs, tmp_path):
+    follow("docs/guide/bring-your-model.md", tmp_path, runs)
+    first, second = rows(tmp_path, "first"), rows(tmp_path, "second")
+    assert second[0]["rollout/reward_mean"] >= 0.9 > first[0]["rollout/reward_mean"]

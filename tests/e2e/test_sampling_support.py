@@ -8,7 +8,7 @@ from miles_ci.declare import register_cpu_ci
 
 register_cpu_ci(est_time=25, suite="stage-b-cpu")
 
-OPTIONS = ("rollout.top_p=0.9", "run.steps=1", "eval.sets=[]", "run.tensorboard=false", "expect={}")
+OPTIONS = ("rollout.top_p=0.9", "run.steps=1", "eval.sets=[]", "observe.trackers=[]", "expect={}")
 
 
 def test_ratio_at_step_0_is_one_on_the_support_and_not_without_it(runs):

@@ -110,7 +110,7 @@ def test_interrupt_ends_cleanly_and_a_second_run_in_the_folder_is_refused(runs, 
 
 
 def test_finished_run_is_reported_and_a_missed_expectation_fails_the_command(runs):
-    options = ("run.steps=1", "eval.sets=[]", "run.tensorboard=false")
+    options = ("run.steps=1", "eval.sets=[]", "observe.trackers=[]")
     missed = runs.run("low", *options)
     assert missed.returncode == 1
     assert "rollout/reward_mean: mean of the last 1 steps" in missed.stderr

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from miles_ci.declare.model import Scan
 
 __all__ = [
+    "cache_folder",
     "model",
     "register_cpu_ci",
     "register_cuda_ci",

@@ -1,20 +1,20 @@
-"""Results of parsing, kept by content hash and parser version.
+"""Results of parsing, kept by content hash and parser version; where, says `miles_ci.declare.cache_folder`.
 
-A cache that cannot be read or written is as good as none: it holds nothing that the sources do not.
+A cache that cannot be read or written is as good as none: it holds nothing that the sources do not. Several trees share
+one file, since only the content of a source counts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from miles_ci.declare.cache_folder import KEPT_UNUSED, read_cache, write_cache
 from miles_ci.declare.model import Declaration, Exemption, FileScan
 from miles_ci.declare.reader import PARSER_VERSION
 from miles_ci.errors import Diagnostic
-from miles_ci.files import write_whole
 from miles_ci.metric_bound import MetricBound
 
 FILE_NAME = f"scan-{PARSER_VERSION}.json"
@@ -32,7 +32,7 @@ class ScanCache:
         self._changed = False
 
     @classmethod
-    def load(cls, folder: Path) -> ScanCache:
+    def load(cls, folder: Path | None) -> ScanCache:
         data = read_cache(folder, FILE_NAME)
         return cls(data if isinstance(data, dict) else None)
 
@@ -52,29 +52,11 @@ class ScanCache:
     def used(self, key: str) -> None:
         self._used[key] = self._entries[key]
 
-    def save(self, folder: Path) -> None:
-        """Write the entries of this scan, atomically; entries of files that are gone are dropped."""
-        if not self._changed and len(self._used) == len(self._entries):
-            return
-        write_cache(folder, FILE_NAME, self._used)
-
-
-def read_cache(folder: Path, name: str) -> Any:
-    """The JSON value of a cache file; None where there is none to be read."""
-    try:
-        with open(folder / name, "rb") as stream:
-            return json.load(stream)
-    except (OSError, ValueError):
-        return None
-
-
-def write_cache(folder: Path, name: str, value: Any) -> None:
-    """Write a cache file, atomically; what cannot be written is left out."""
-    with contextlib.suppress(OSError):
-        if not folder.exists():
-            # Ours alone, so git need not be told about it elsewhere.
-            write_whole(folder / ".gitignore", b"# Written by miles-ci: a cache is no part of the repository.\n*\n")
-        write_whole(folder / name, json.dumps(value, separators=(",", ":")).encode(), durable=False)
+    def save(self, folder: Path | None) -> None:
+        """Write the entries of this scan, atomically, before the youngest of those that it did not use."""
+        if self._changed:
+            unused = ((key, entry) for key, entry in self._entries.items() if key not in self._used)
+            write_cache(folder, FILE_NAME, self._used | dict(islice(unused, KEPT_UNUSED)))
 
 
 def _pack(found: FileScan) -> list[Any]:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from miles_ci.declare.cache import read_cache, write_cache
+from miles_ci.declare.cache_folder import KEPT_UNUSED, read_cache, write_cache
 from miles_ci.declare.tree import MAX_PARSED_BYTES
 from miles_ci.errors import Diagnostic
 
@@ -20,10 +20,10 @@ from miles_ci.errors import Diagnostic
 CACHE_NAME = f"syntax-{sys.hexversion:x}.json"
 
 
-def syntax_findings(root: Path, paths: Iterable[str], cache_dir: Path) -> list[Diagnostic]:
+def syntax_findings(root: Path, paths: Iterable[str], cache_dir: Path | None) -> list[Diagnostic]:
     """One finding for each of the files that does not compile; contents known to be sound are not compiled again."""
-    known = frozenset(_strings(read_cache(cache_dir, CACHE_NAME)))
-    sound: set[str] = set()
+    known = dict.fromkeys(_strings(read_cache(cache_dir, CACHE_NAME)))
+    sound: dict[str, None] = {}
     found: list[Diagnostic] = []
     for path in paths:
         try:
@@ -32,14 +32,15 @@ def syntax_findings(root: Path, paths: Iterable[str], cache_dir: Path) -> list[D
         except OSError:
             # The scan has reported it, or it was removed meanwhile.
             continue
-        key = hashlib.blake2b(data, digest_size=16).hexdigest()
+        key = hashlib.blake2b(data, digest_size=32).hexdigest()
         problem = None if key in known else _problem(path, data)
         if problem is None:
-            sound.add(key)
+            sound[key] = None
         else:
             found.append(problem)
-    if sound != known:
-        write_cache(cache_dir, CACHE_NAME, sorted(sound))
+    if not sound.keys() <= known.keys():
+        unused = [key for key in known if key not in sound]
+        write_cache(cache_dir, CACHE_NAME, [*sound, *unused[:KEPT_UNUSED]])
     return found
 
 

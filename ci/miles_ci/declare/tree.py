@@ -43,7 +43,7 @@ def scan_tree(
     """
     base = os.fspath(root)
     rules = _Rules(tuple(roots), vocabulary)
-    cache = ScanCache.load(cache_dir) if cache_dir is not None else ScanCache()
+    cache = ScanCache.load(cache_dir)
     declarations: list[Declaration] = []
     metric_bounds: list[MetricBound] = []
     errors: list[Diagnostic] = []
@@ -70,8 +70,7 @@ def scan_tree(
         else:
             declarations.extend(found.declarations)
             metric_bounds.extend(found.metric_bounds)
-    if cache_dir is not None:
-        cache.save(cache_dir)
+    cache.save(cache_dir)
     empty = tuple(root for root in roots if not any(path.startswith(f"{root}/") for path in files))
     return Scan(base, tuple(declarations), tuple(metric_bounds), tuple(sorted(errors)), tuple(files), empty)
 
@@ -89,7 +88,7 @@ class _Rules:
     def key(self, path: str, data: bytes) -> str:
         """The name decides which rules apply, so it is part of the key; the folder is not."""
         kind = "test" if is_test_file(path) else "other"
-        made = hashlib.blake2b(data, digest_size=16)
+        made = hashlib.blake2b(data, digest_size=32)
         made.update(f"\0{kind}\0{','.join(self.vocabulary.backends)}".encode())
         return made.hexdigest()
 

@@ -15,7 +15,7 @@ from miles_ci.errors import PlanMismatch, UsageError
 from miles_ci.files import write_output
 from miles_ci.metric_bound import MetricBound
 
-SCHEMA = 1
+SCHEMA = 2
 TEST, DECLARATION_ERROR = "test", "declaration-error"
 
 

@@ -26,6 +26,9 @@ PLACEHOLDER_SHARE = 0.2
 PLACEHOLDER_MIN_TESTS = 10
 _NEWLINE = re.compile(rb"\r\n|\n|\r")
 
+# Of `results.json`, which `run` writes: it stands above this package, and a test compares the two numbers.
+RESULTS_SCHEMA = 2
+
 
 def merge(old: Durations, new: Mapping[Key, Learned]) -> Durations:
     """The new table: an entry is replaced when its successor can be relied on, or knows more than it."""
@@ -49,7 +52,7 @@ def prune(table: Durations, catalog: Catalog) -> Durations:
 
 
 def observations_of_results(paths: Sequence[Path]) -> Iterator[Observation]:
-    """Passing runs recorded in `results.json` files (schema 1). Raises `UsageError` for another file.
+    """Passing runs recorded in `results.json` files. Raises `UsageError` for another file.
 
     A part of a split file, or a file of which only some nodes ran, tells about its items only, never about the whole
     file. Copies of one run count once.
@@ -58,8 +61,8 @@ def observations_of_results(paths: Sequence[Path]) -> Iterator[Observation]:
     for path in paths:
         try:
             data = json.loads(path.read_bytes())
-            if data.get("schema") != 1:
-                raise ValueError("schema is not 1")
+            if data.get("schema") != RESULTS_SCHEMA:
+                raise ValueError(f"schema is {data.get('schema')!r}, not {RESULTS_SCHEMA}")
             info = data["run"]
             # Two runs of a suite may share a run's id (jobs of one workflow), but not the moment they started.
             run = tuple(info.get(name) for name in ("run_id", "run_attempt", "suite", "shard", "started_at"))
@@ -72,7 +75,7 @@ def observations_of_results(paths: Sequence[Path]) -> Iterator[Observation]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise UsageError(
-                f"{path}: no results of schema 1: {why}; give a results.json that `miles-ci run` wrote"
+                f"{path}: no results of schema {RESULTS_SCHEMA}: {why}; give a results.json that `miles-ci run` wrote"
             ) from error
 
 

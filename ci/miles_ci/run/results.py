@@ -16,7 +16,7 @@ from miles_ci.files import write_whole
 from miles_ci.history.corridor import MetricVerdict
 from miles_ci.valid_text import valid_text
 
-SCHEMA = 1
+SCHEMA = 2
 RESULTS_NAME = "results.json"
 OBSERVED_NAME = "observed.json"
 

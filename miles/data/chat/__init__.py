@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from miles.data.chat.conversation import Conversation
+from miles.data.chat.conversation import Conversation, check_characters
 from miles.data.chat.renderer import ChatRenderer
 from miles.data.chat.template import ChatFormat, ChatTemplate, read_template
 
-__all__ = ["ChatFormat", "ChatRenderer", "ChatTemplate", "Conversation", "read_template"]
+__all__ = ["ChatFormat", "ChatRenderer", "ChatTemplate", "Conversation", "check_characters", "read_template"]

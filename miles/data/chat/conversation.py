@@ -25,10 +25,9 @@ MOST_MESSAGES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`messages`: objects with role and content, the last of a user or a tool, or of the assistant where the answer is
-    given. `tools`: JSON schemas, or None.
+    """`messages`: objects with role and content, the last of a user or a tool, or of an assistant where it is `answered`.
 
-    Make one with `of`, which checks them.
+    `tools`: JSON schemas, or None. Make one with `of`, which checks them.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -38,8 +37,10 @@ class Conversation:
     def of(
         cls, messages: Any, tools: Any = None, *, place: str, key: str = "messages", answered: bool = False
     ) -> Conversation:
-        """`ConfigError` that begins with `place` when a template could not make one prompt of them; of an answered one,
-        a prompt and its answer."""
+        """`ConfigError` that begins with `place` when a template could not make one prompt of them.
+
+        `answered`: the last message is an assistant's, to be learned from; else it waits for one.
+        """
         if not isinstance(messages, list | tuple) or not messages:
             got = "an empty list" if isinstance(messages, list | tuple) else f"{_shown(messages)}"
             raise ConfigError(f"{place}: {key!r} is {got}; write a list of messages, each with role and content")
@@ -55,7 +56,7 @@ class Conversation:
             kept.append({name: value for name, value in message.items() if value is not None})
         if answered and before != "assistant":
             raise ConfigError(
-                f"{place}: {key} ends with {_named(before)}, so there is no answer to learn; end it with an assistant message"
+                f"{place}: {key} ends with {_named(before)}, so its last answer is missing; end it with an assistant message"
             )
         if not answered and before not in ("user", "tool"):
             raise ConfigError(
@@ -73,9 +74,9 @@ class Conversation:
             )
         return Conversation(({"role": "system", "content": text}, *self.messages), self.tools)
 
-    def upto(self, count: int) -> Conversation:
-        """The first `count` messages, with the same tools."""
-        return Conversation(self.messages[:count], self.tools)
+    def without_answer(self) -> Conversation:
+        """An answered conversation as the prompt that its last message answers."""
+        return Conversation(self.messages[:-1], self.tools)
 
     def key(self) -> str:
         """What tells this conversation from others: canonical JSON of messages and tools; of a question alone its text."""

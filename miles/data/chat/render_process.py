@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import sys
 import traceback
 from typing import Any
 
 _TEMPLATE_FILE = "<template>"
+# Templates that say themselves what an assistant wrote.
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def main() -> None:
@@ -38,26 +41,52 @@ def main() -> None:
 
 
 def answer(render: Any, request: dict[str, Any], setup: dict[str, Any]) -> dict[str, Any]:
-    """`{text}`, or `{error, line, clock}`. `render` is the function of `transformers`."""
+    """`{text}`, or `{error, line, clock}`. `render` is the function of `transformers`.
+
+    A request with `answered` asks for the whole conversation, and for `answers`: where in the text assistants wrote.
+    """
     tools = request["tools"]
     template = setup["with_tools"] if tools is not None and setup["with_tools"] is not None else setup["template"]
     # The clock would give a resumed run other prompts: calling this text fails, and the failure is explained.
     variables = {"strftime_now": "", **setup["variables"]}
+
+    def rendered(messages: list[Any], **options: bool) -> tuple[str, Any]:
+        [text], answers = render(conversations=[messages], tools=tools, chat_template=template, **options, **variables)
+        return text, answers
+
+    answers: list[list[int]] = []
     try:
-        [text], _ = render(
-            conversations=[request["messages"]],
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=request["generation_prompt"],
-            **variables,
-        )
+        if not request.get("answered"):
+            text, _ = rendered(request["messages"], add_generation_prompt=True)
+        elif _GENERATION.search(template):
+            text, [answers] = rendered(request["messages"], return_assistant_tokens_mask=True)
+        else:
+            text, answers = _between_prefixes(rendered, request["messages"])
     except BaseException as error:  # whatever a template does, the reply is one line
         clock = isinstance(error, TypeError) and "strftime_now" in template and "not callable" in str(error)
         reason = "it reads the clock" if clock else f"{type(error).__name__}: {error}"
         return {"error": reason[:500], "line": _line(error), "clock": clock}
     if len(text) > setup["max_characters"]:
         return {"error": f"it wrote {len(text)} characters, at most {setup['max_characters']}", "line": None}
-    return {"text": text}
+    return {"text": text, "answers": answers}
+
+
+def _between_prefixes(rendered: Any, messages: list[Any]) -> tuple[str, list[list[int]]]:
+    """What a template adds for an assistant's message to the prompt before it, where it adds and changes nothing else."""
+    text, _ = rendered(messages)
+    answers = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, _ = rendered(messages[:index], add_generation_prompt=True)
+        after, _ = rendered(messages[: index + 1])
+        if not (after.startswith(before) and text.startswith(after)):
+            raise ValueError(
+                f"it writes messages before or after messages[{index}] otherwise than alone, so the answer's text is not "
+                "known; put what an assistant writes between {% generation %} and {% endgeneration %}"
+            )
+        answers.append([len(before), len(after)])
+    return text, answers
 
 
 def _line(error: BaseException) -> int | None:

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from miles.config import ConfigError
 from miles.config.json_text import parse_json
@@ -45,15 +46,24 @@ class ChatRenderer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def render(self, conversation: Conversation, *, place: str, generation_prompt: bool = True) -> str:
-        """The conversation's text, with what begins an answer at its end. `ConfigError` begins with `place` and names the
-        Jinja line."""
+    def render(self, conversation: Conversation, *, place: str) -> str:
+        """The prompt's text, generation prompt included. `ConfigError` begins with `place` and names the Jinja line."""
+        return self._reply(conversation, place)["text"]
+
+    def render_answered(self, conversation: Conversation, *, place: str) -> tuple[str, list[tuple[int, int]]]:
+        """The text of an answered conversation, and [start, end) of the characters that its assistants wrote.
+
+        These are the template's `{% generation %}` blocks; without such, what it adds for an assistant's message.
+        """
+        reply = self._reply(conversation, place, answered=True)
+        answers = [(start, end) for start, end in reply["answers"] if start < end]
+        if not answers:
+            raise ConfigError(f"{place}: {self.template.where}: it writes nothing of the assistants; mend the template")
+        return reply["text"], answers
+
+    def _reply(self, conversation: Conversation, place: str, *, answered: bool = False) -> dict[str, Any]:
         process = self._started()
-        request = {
-            "messages": conversation.messages,
-            "tools": conversation.tools,
-            "generation_prompt": generation_prompt,
-        }
+        request = {"messages": conversation.messages, "tools": conversation.tools, "answered": answered}
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -62,7 +72,7 @@ class ChatRenderer:
         except (BrokenPipeError, EOFError, TimeoutError, ValueError) as error:
             raise ConfigError(f"{place}: {self.template.where}: {self._end(error)}; mend the template") from None
         if "text" in reply:
-            return reply["text"]
+            return reply
         line = f"line {reply['line']}: " if reply.get("line") else ""
         fix = "mend the template, or the row that it refuses"
         if reply.get("clock"):

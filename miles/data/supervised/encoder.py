@@ -1,21 +1,19 @@
 """From an example to token ids and a mask: the assistant's words are learnt, everything else is read.
 
-Each answer follows the very ids that a rollout's prompt would have, and ends with the token that ends answers: what
-the template writes behind it is read. The text between two answers is encoded by itself.
+An answer ends with the token that ends answers; what the template writes behind it is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from miles.config import ConfigError
-from miles.data.chat import Conversation
 from miles.data.config import DataConfig
-from miles.data.prompt_encoder import ChatText, Encoder
+from miles.data.prompt_encoder import Encoder, PromptEncoder
 from miles.data.supervised.rows import Example
 
 
@@ -23,8 +21,6 @@ class AnswerEncoder(Encoder, Protocol):
     """What examples need of `miles.data.tokenizer.Tokenizer`."""
 
     eos_id: int
-
-    def text_of(self, index: int) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,87 +33,54 @@ class EncodedExample:
     loss_mask: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    text: str
-    learnt: bool
-
-
 class ExampleEncoder:
     """`encode` examples; `close` when done with them. `end_ids`: tokens that end an answer, beside the tokenizer's own."""
 
     def __init__(self, config: DataConfig, tokenizer: AnswerEncoder, end_ids: Iterable[int] = ()) -> None:
-        self._answers: Literal["all", "last"] = config.supervised.answers
+        self._last_only = config.supervised.answers == "last"
         self._tokenizer = tokenizer
-        self._chat = ChatText(config, tokenizer)
-        ends = (tokenizer.text_of(index) for index in dict.fromkeys((tokenizer.eos_id, *end_ids)))
-        self._ends = tuple(text for text in ends if text is not None)
+        self._prompts = PromptEncoder(config, tokenizer)
+        self._ends = np.array(sorted({tokenizer.eos_id, *end_ids}), dtype=np.int64)
 
     def encode(self, example: Example) -> EncodedExample:
         """`ConfigError` begins with the example's place."""
         if example.conversation is None:
-            return self._joined(self._plain(example), example.place)
-        pieces = self._pieces(self._chat.checked(example.conversation, place=example.place), example.place)
-        return self._joined([(self._ids(piece.text, example.place), piece.learnt) for piece in pieces], example.place)
-
-    def close(self) -> None:
-        self._chat.close()
-
-    def _plain(self, example: Example) -> list[tuple[np.ndarray, bool]]:
-        end = np.array([self._tokenizer.eos_id], dtype=np.int64)
-        answer = np.concatenate([self._ids(example.answer, example.place), end])
-        return [(self._ids(example.text, example.place), False), (answer, True)]
-
-    def _ids(self, text: str, place: str) -> np.ndarray:
-        try:
-            return self._tokenizer.encode(text)
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from None
-
-    def _pieces(self, conversation: Conversation, place: str) -> list[_Piece]:
-        """The conversation's text, cut where answers begin and end."""
-        places = [k for k, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        learnt = places if self._answers == "all" else places[-1:]
-        whole = self._chat.rendered(conversation, place=place, generation_prompt=False)
-        pieces: list[_Piece] = []
-        at = 0
-        for k in learnt:
-            prompt = self._chat.rendered(conversation.upto(k), place=place, generation_prompt=True)
-            answered = conversation.upto(k + 1)
-            last = k + 1 == len(conversation.messages)
-            text = whole if last else self._chat.rendered(answered, place=place, generation_prompt=False)
-            if not text.startswith(prompt):
-                raise ConfigError(
-                    f"{place}: the chat template does not begin messages[{k}] as it asks for an answer, so no prompt leads to "
-                    "it; write the message as the model would (its thinking included), or give another data.chat_template"
-                )
-            end = self._end(text, len(prompt), place, k)
-            if not whole.startswith(text[:end]):
-                raise ConfigError(
-                    f"{place}: the chat template writes messages[{k}] otherwise once the conversation goes on, so it cannot be "
-                    "learnt beside later ones; set data.supervised.answers to last"
-                )
-            pieces += [_Piece(whole[at : len(prompt)], False), _Piece(whole[len(prompt) : end], True)]
-            at = end
-        # Nothing is learnt from what follows the last answer.
-        return pieces
-
-    def _end(self, text: str, begin: int, place: str, k: int) -> int:
-        """Where the answer that begins at `begin` ends: behind the last token that ends answers."""
-        ends = [found + len(end) for end in self._ends if (found := text.rfind(end, begin)) >= 0]
-        if not ends:
-            raise ConfigError(
-                f"{place}: the chat template writes none of {', '.join(map(repr, self._ends))} behind messages[{k}], so the "
-                "model would not learn to end an answer; give a data.chat_template that does"
-            )
-        return max(ends)
-
-    def _joined(self, pieces: list[tuple[np.ndarray, bool]], place: str) -> EncodedExample:
-        tokens = np.concatenate([ids for ids, _ in pieces])
-        mask = np.concatenate([np.full(len(ids), learnt, dtype=np.uint8) for ids, learnt in pieces])
-        prompt = len(pieces[0][0])
+            ids, mask = self._plain(example)
+        else:
+            ids, mask = self._prompts.encode_answered(example.conversation, place=example.place)
+            mask = self._learnt(ids, mask, example.place)
+        prompt = int(np.argmax(mask))
         if not prompt:
             raise ConfigError(
-                f"{place}: nothing comes before the first answer; give a data.chat_template that writes roles"
+                f"{example.place}: nothing comes before the first answer; give a data.chat_template that writes the roles"
             )
-        return EncodedExample(tokens, prompt, mask[prompt:])
+        end = len(mask) - int(np.argmax(mask[::-1]))
+        # Nothing is learnt from what follows the last answer.
+        return EncodedExample(ids[:end], prompt, mask[prompt:end].astype(np.uint8))
+
+    def close(self) -> None:
+        self._prompts.close()
+
+    def _plain(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            prompt, answer = (self._tokenizer.encode(text) for text in (example.text, example.answer))
+        except ConfigError as error:
+            raise ConfigError(f"{example.place}: {error}") from None
+        ids = np.concatenate([prompt, answer, np.array([self._tokenizer.eos_id], dtype=np.int64)])
+        return ids, np.arange(len(ids)) >= len(prompt)
+
+    def _learnt(self, ids: np.ndarray, written: np.ndarray, place: str) -> np.ndarray:
+        """bool [n]: of what assistants wrote, each answer up to its end token; the last alone where that is asked for."""
+        edges = np.flatnonzero(np.diff(written.astype(np.int8), prepend=0, append=0))
+        answers = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+        learnt = np.zeros(len(ids), dtype=bool)
+        for start, end in answers[-1:] if self._last_only else answers:
+            ends = np.flatnonzero(np.isin(ids[start:end], self._ends))
+            if not len(ends):
+                raise ConfigError(
+                    f"{place}: the chat template writes no end token (ids {', '.join(map(str, self._ends))}) within an "
+                    "answer, so the model would not learn to end one; give a data.chat_template that does, inside its "
+                    "generation block where it has one"
+                )
+            learnt[start : start + int(ends[-1]) + 1] = True
+        return learnt

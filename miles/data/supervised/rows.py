@@ -24,7 +24,7 @@ class Example:
     @property
     def key(self) -> str:
         """The key that the same prompt has as a task's item, so that both are held out together."""
-        return self.text if self.conversation is None else self.conversation.upto(-1).key()
+        return self.text if self.conversation is None else self.conversation.without_answer().key()
 
 
 def read_examples(config: DataConfig, *, held_out: bool = False) -> list[Example]:

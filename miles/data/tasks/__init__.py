@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from miles.data.chat.conversation import Conversation
+from miles.data.chat import Conversation
 from miles.data.config import DataConfig
 
 
@@ -79,4 +79,4 @@ def build_held_out_task(config: DataConfig, seed: int) -> Task | None:
     return RowFile(config.task, rows, seed, option="data.held_out_path")
 
 
-__all__ = ["Task", "TaskItem", "build_held_out_task", "build_task"]
+__all__ = ["Task", "TaskItem", "build_held_out_task", "build_task", "row_sources", "user_task"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from miles.config import ConfigError
 from miles.config.json_text import parse_json
-from miles.data.chat.conversation import Conversation, check_characters
+from miles.data.chat import Conversation, check_characters
 from miles.data.config import RowsConfig
 from miles.data.tasks import TaskItem
 from miles.data.tasks.row_sources import Row, open_rows

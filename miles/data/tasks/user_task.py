@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from miles.config import ConfigError, user_code
-from miles.data.chat.conversation import Conversation, check_characters
+from miles.data.chat import Conversation, check_characters
 from miles.data.config import PythonTaskConfig
 from miles.data.tasks import TaskItem
 

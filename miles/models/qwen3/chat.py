@@ -38,6 +38,7 @@ _TEMPLATE = """\
         {{- start + 'user\\n' + message.content + end }}
     {%- elif message.role == 'assistant' %}
         {{- start + 'assistant\\n' }}
+        {%- generation %}
         {%- if message.content %}
             {{- message.content.split('</think>')[-1].lstrip('\\n') }}
         {%- endif %}
@@ -49,6 +50,7 @@ _TEMPLATE = """\
             {{- '}\\n</tool_call>' }}
         {%- endfor %}
         {{- end }}
+        {%- endgeneration %}
     {%- elif message.role == 'tool' %}
         {%- if loop.previtem.role != 'tool' %}
             {{- start + 'user' }}

@@ -40,6 +40,7 @@ class RewardConfig(StrictModel):
         "remote_http",
         "from_metadata",
         "python",
+        "callable",
     ] = "task"
     options: dict[str, Any] = Field(default_factory=dict)
     # Of one call, from the moment at which the function starts.

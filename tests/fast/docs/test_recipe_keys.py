@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import re
-import typing
-from collections.abc import Iterator
-from typing import Any
 
 from pages import ROOT, expand, read_page
-from pydantic import BaseModel
+from recipe_keys import keys, section_of
 
 from miles.recipe.schema import Recipe
 
 PAGE = read_page(ROOT / "docs" / "guide" / "recipes.md")
-
-
-def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        below = _model_in(field.annotation)
-        if below is None:
-            yield prefix + name
-        else:
-            yield from keys(below, f"{prefix}{name}.")
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section behind `Section` or `Section | None`; lists and mappings are leaves."""
-    kinds = [
-        annotation,
-        *(typing.get_args(annotation) if typing.get_origin(annotation) not in (list, tuple, dict) else ()),
-    ]
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def documented() -> set[str]:
@@ -47,7 +26,7 @@ def test_every_key_is_documented_and_every_documented_key_exists() -> None:
 
 def test_sections_name_the_files_of_their_classes() -> None:
     for name, field in Recipe.model_fields.items():
-        section = _model_in(field.annotation)
+        section = section_of(field.annotation)
         if section is not None and not section.__module__.startswith("miles.recipe"):
             path = section.__module__.replace(".", "/") + ".py"
             assert any(f"`{path}`" in text for _, text in PAGE.prose), f"{name}: name {path} in its heading"

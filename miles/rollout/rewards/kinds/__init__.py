@@ -12,6 +12,7 @@ from miles.rollout.rewards.kinds.choice_letter import choice_letter
 from miles.rollout.rewards.kinds.exact import exact
 from miles.rollout.rewards.kinds.f1 import f1
 from miles.rollout.rewards.kinds.from_metadata import from_metadata
+from miles.rollout.rewards.kinds.given import KIND, give, given_function
 from miles.rollout.rewards.kinds.math_boxed import math_boxed
 from miles.rollout.rewards.kinds.positional import positional
 from miles.rollout.rewards.kinds.python import python
@@ -32,7 +33,9 @@ def build_reward(config: RewardConfig, data: DataConfig | None = None, *, seed: 
     """
     if config.kind == "task":
         return task(config.options, data, seed=seed)
+    if config.kind == KIND:
+        return given_function(config.options)
     return KINDS[config.kind](config.options)
 
 
-__all__ = ["build_reward"]
+__all__ = ["build_reward", "give"]

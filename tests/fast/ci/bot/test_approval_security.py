@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,17 @@ def test_permission_comes_from_the_collaborator_endpoint(
 ) -> None:
     hub.user("someone", permission)
     assert access.can_write(client, "someone") is allowed
+
+
+@pytest.mark.parametrize("answer", ["maintain", "triage", "read", "none", "ADMIN", "", None, ["admin"]])
+def test_only_the_two_words_for_write_access_give_it(
+    client: Client, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GitHub says `write` for maintain and `read` for triage; a word that it may add later is no permission."""
+    monkeypatch.setattr(client, "get", lambda path: {"permission": answer, "role_name": "admin"})
+    assert access.can_write(client, "maria") is False
+    monkeypatch.setattr(client, "get", lambda path: ["admin"])
+    assert access.can_write(client, "maria") is False
 
 
 def test_a_login_cannot_change_the_path(hub: GitHub, client: Client) -> None:
@@ -138,6 +150,42 @@ def test_labels_of_the_author_a_stranger_or_a_bot_approve_nothing(
     assert fork.labels[NUMBER] == []
 
 
+@pytest.mark.parametrize(
+    ("login", "event", "label"), [("eve", "labeled", "ok-to-test"), ("maria", "unlabeled", "ok-to-test"), ("maria", "labeled", "other")]
+)  # fmt: skip
+def test_a_stale_label_is_not_made_fresh_by_another_entry_of_the_log(
+    fork: GitHub, client: Client, app: Client, login: str, event: str, label: str
+) -> None:
+    now = time.time()
+    fork.pulls[NUMBER]["head"]["repo"]["pushed_at"] = iso(now - 600)
+    labelled = label_event(fork, "maria", at=now - 590)
+    newer = {
+        **fork.events[NUMBER][0],
+        "id": fork.new_id(),
+        "actor": fork.user(login),
+        "created_at": iso(now),
+        "event": event,
+    }
+    fork.events[NUMBER].append(newer | {"label": {"name": label, "color": "fff"}})
+    assert "within 120 s of the label" in decide(labelled, client, app)
+    assert fork.checks == {}
+
+
+def test_the_last_time_somebody_added_the_label_counts(fork: GitHub, client: Client, app: Client) -> None:
+    now = time.time()
+    fork.pulls[NUMBER]["head"]["repo"]["pushed_at"] = iso(now - 600)
+    event = label_event(fork, "maria", at=now)
+    label_event(fork, "maria", at=now - 7200)
+    assert decide(event, client, app).startswith("approved")
+
+
+def test_a_push_exactly_two_minutes_before_the_label_is_the_last_that_is_accepted(fork: GitHub, client: Client) -> None:
+    pull = access.read_pull(client, NUMBER)
+    for seconds, fresh in ((access.STALE_S, True), (access.STALE_S - 1, False), (0, False), (-60, False)):
+        pushed = replace(pull, pushed_at=1_000_000.0 - seconds)
+        assert (access.label_is_fresh(pushed, HEAD, 1_000_000.0) is None) is fresh
+
+
 def test_a_push_removes_the_label_and_approves_nothing(fork: GitHub, client: Client, app: Client) -> None:
     fork.labels[NUMBER].append("ok-to-test")
     event = {"action": "synchronize", "pull_request": {"number": NUMBER, "head": {"sha": HEAD}}}
@@ -155,6 +203,33 @@ def store(app: Client, **values: Any) -> None:
 def test_an_approval_written_with_another_token_is_ignored(fork: GitHub, client: Client, job: Job) -> None:
     store(client)  # GITHUB_TOKEN: any workflow could do this
     assert authorise(job) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "conclusion"),
+    [
+        *(("completed", word) for word in ("failure", "neutral", "cancelled", "skipped", "timed_out", "action_required")),
+        ("completed", None), ("in_progress", "success"), ("queued", "success"),
+    ],
+)  # fmt: skip
+def test_only_a_completed_success_is_an_approval(
+    fork: GitHub, app: Client, job: Job, status: str, conclusion: str | None
+) -> None:
+    store(app)
+    assert authorise(job) == 0
+    next(iter(fork.checks.values())).update(status=status, conclusion=conclusion)
+    assert authorise(job) == 1
+
+
+def test_an_approval_of_another_commit_is_ignored_even_if_it_is_listed(
+    fork: GitHub, client: Client, app: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(app)
+    (check,) = fork.checks.values()
+    pull = access.read_pull(client, NUMBER)
+    for sha, found in ((HEAD, True), ("c3" * 20, False), (HEAD[:12], False), (None, False)):
+        monkeypatch.setattr(client, "pages", lambda *_, sha=sha, **__: iter([check | {"head_sha": sha}]))
+        assert (access.live_approval(client, pull, APP_ID) is not None) is found
 
 
 def test_an_approval_by_the_author_or_with_a_malformed_text_is_ignored(fork: GitHub, app: Client, job: Job) -> None:

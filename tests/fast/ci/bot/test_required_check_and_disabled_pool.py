@@ -156,7 +156,7 @@ def test_a_disabled_pool_skips_its_shards_and_shows_the_reason_in_plan_bound_sum
         folder = checkout / "results" / f"{shard['suite']}-{shard['index']}"
         folder.mkdir(parents=True)
         record = {
-            "schema": 1,
+            "schema": 2,
             "status": "finished",
             "exit_code": 0,
             "run": info,

@@ -24,12 +24,13 @@ from miles_ci.bot.rerun.comment import Row, final_body
 from miles_ci.bot.rerun.report import collect, report
 from miles_ci.bot.rerun.request import Request
 from miles_ci.bot.rerun.verdict import RerunVerdict
+from miles_ci.bot.sweeper import GRACE_S, sweep
 from miles_ci.registry import load_fleet
 from miles_ci.workflows.generate import render
 from miles_ci.workflows.model import Workflow
 from miles_ci.workflows.simulate import Event, Outcome, local_resolver, simulate
-from tests.fast.ci.bot.conftest import HEAD, ROOT, Job, comment_event
-from tests.fast.ci.bot.helpers.github_server import BOT_ID, Fault, GitHub
+from tests.fast.ci.bot.conftest import HEAD, ROOT, Clock, Job, comment_event
+from tests.fast.ci.bot.helpers.github_server import BOT_ID, Fault, GitHub, iso
 from tests.fast.ci.helpers.lean import LEAN_PYTEST
 
 NUMBER = 12
@@ -396,6 +397,27 @@ def test_a_run_within_its_limit_is_left_alone(start: Any, job: Job) -> None:
     rerun.announce()
     assert "Nothing was left behind" in job("sweep")[1]["summary"]
     assert rerun.only()[1].state == "running"
+
+
+@pytest.mark.parametrize(
+    ("created", "started", "state"),
+    [
+        (None, 1 + 1 / 60, "lost"), (None, 1 - 1 / 60, "running"), (2, 1 - 1 / 60, "running"), (1 - 1 / 60, 1 + 1 / 60, "lost"),
+        (1 + 1 / 60, None, "lost"), (1 - 1 / 60, None, "running"), (None, None, "running"),
+    ],
+)  # fmt: skip
+def test_a_run_is_lost_when_its_limit_and_the_grace_are_over_since_this_attempt_began(
+    start: Any, hub: GitHub, client: Client, clock: Clock, created: float | None, started: float | None, state: str
+) -> None:
+    """`created`, `started`: how long ago, in units of limit and grace; None is a time that GitHub does not give."""
+    rerun = start()
+    rerun.announce()
+    limit = 1800.0
+    for name, ago in (("created_at", created), ("run_started_at", started)):
+        hub.runs[rerun.run_id][name] = None if ago is None else iso(clock() - ago * (limit + GRACE_S))
+    sweep(client, bot_id=BOT_ID, limit_s=limit)
+    hub.problems.clear()  # GitHub promises the times
+    assert rerun.only()[1].state == state
 
 
 def test_a_refused_check_run_leaves_the_comment_as_the_report(start: Any, hub: GitHub) -> None:

@@ -15,7 +15,7 @@ from miles_ci.bot.card_comment import Section, join_sections, newest, sections_o
 from miles_ci.bot.github import Client
 from miles_ci.bot.marker import Marker, parse_marker
 from miles_ci.bot.runs import read_run
-from miles_ci.bot.status_card import make_card
+from miles_ci.bot.status_card import make_card, pull_of
 from tests.fast.ci.bot.conftest import HEAD, Job
 from tests.fast.ci.bot.helpers.github_server import BOT_ID, GitHub
 
@@ -23,7 +23,7 @@ NUMBER = 31
 
 
 def shard(suite: str, part: str, *tests: dict[str, Any]) -> dict[str, Any]:
-    return {"schema": 1, "run": {"suite": suite, "hardware": "h200", "shard": part}, "tests": list(tests)}
+    return {"schema": 2, "run": {"suite": suite, "hardware": "h200", "shard": part}, "tests": list(tests)}
 
 
 def result(path: str, outcome: str, message: str = "") -> dict[str, Any]:
@@ -45,7 +45,7 @@ def result(path: str, outcome: str, message: str = "") -> dict[str, Any]:
 
 def merged(*shards: dict[str, Any], **values: Any) -> bytes:
     return json.dumps(
-        {"schema": 1, "shards": list(shards), "never_executed": [], "faults": [], "skipped_suites": {}, **values}
+        {"schema": 2, "shards": list(shards), "never_executed": [], "faults": [], "skipped_suites": {}, **values}
     ).encode()
 
 
@@ -153,6 +153,27 @@ def test_a_run_of_a_superseded_commit_writes_no_comment(pull: GitHub, job: Job) 
     pull.pulls[NUMBER]["head"]["sha"] = "f" * 40
     assert job("card", event={"workflow_run": {"id": run["id"]}})[0] == 0
     assert cards(pull) == []
+
+
+def test_only_the_open_pull_request_whose_head_was_tested_gets_the_card(pull: GitHub, client: Client) -> None:
+    run = read_run(client, finished(pull)["id"])
+    pull.pulls.clear()
+    for number, sha in ((5, HEAD), (6, "f" * 40), (7, HEAD)):
+        pull.pull(number, author="paul", sha=sha)
+    pull.pulls[5]["state"] = "closed"
+    pull.contains[6] = (HEAD,)  # stacked upon it: GitHub lists every pull request that contains the commit
+    assert pull_of(client, run) == 7
+    del pull.pulls[7]
+    assert pull_of(client, run) is None
+
+
+def test_the_tested_commit_is_named_by_the_title_of_a_dispatched_run_alone(pull: GitHub, client: Client) -> None:
+    other = "f" * 40
+    pull.pull(8, author="paul", sha=other)
+    events = {"pull_request": NUMBER, "pull_request_target": NUMBER, "workflow_dispatch": 8, "schedule": None}
+    for event, number in events.items():
+        run = pull.run("pr-test-rocm.yml", title=f"ROCm {other} [x]", head_sha=HEAD, event=event)
+        assert pull_of(client, read_run(client, run["id"])) == number, event
 
 
 def test_sections_survive_each_other_and_only_a_newer_run_replaces_one() -> None:

@@ -25,8 +25,14 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MILES_CI_CACHE_DIR", str(tree / "cache"))
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("MILES_CI_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def run(tree: Path, cache: Path, capsys: pytest.CaptureFixture[str]):
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code = cli.main([*arguments, "--root", str(tree), "--today", "2026-11-30"])

@@ -137,7 +137,7 @@ def test_tune_learns_from_results_and_rewrites_sources(run, tree: Path) -> None:
             "attempts": [{"wall_s": 100 + index}],
         }
         info = {"suite": "stage-b-cpu", "hardware": "cpu", "started_at": now - index}
-        (tree / f"results-{index}.json").write_text(json.dumps({"schema": 1, "run": info, "tests": [test]}))
+        (tree / f"results-{index}.json").write_text(json.dumps({"schema": 2, "run": info, "tests": [test]}))
     code, out, _ = run("tune", "--results", *(str(tree / f"results-{index}.json") for index in range(3)))
     assert code == 0
     assert "tests/durations.json: 1 entries" in out
@@ -349,10 +349,10 @@ def test_every_variable_and_every_reason_code_is_documented() -> None:
         assert f"`{code}`" in page
 
 
-def test_the_plan_of_a_tree_has_the_same_digest_under_every_hash_seed(tree: Path) -> None:
+def test_the_plan_of_a_tree_has_the_same_digest_under_every_hash_seed(tree: Path, cache: Path) -> None:
     digests = set()
     for seed in ("0", "1", "2", "3", "random"):
-        environ = {**os.environ, "PYTHONHASHSEED": seed, "MILES_CI_CACHE_DIR": str(tree / f"cache-{seed}")}
+        environ = {**os.environ, "PYTHONHASHSEED": seed, "MILES_CI_CACHE_DIR": str(cache / seed)}
         command = [
             sys.executable,
             "-m",

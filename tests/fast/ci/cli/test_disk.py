@@ -44,20 +44,25 @@ def test_a_link_to_tests_is_an_error_since_nothing_behind_it_runs(run, tree: Pat
         assert f"{path}:1:1: error[symbolic-link] a symbolic link is not followed" in out
 
 
-def test_the_scan_cache_is_invisible_to_git(run, tree: Path) -> None:
+def test_the_scan_leaves_nothing_in_the_tree(run, tree: Path, cache: Path) -> None:
+    before = sorted(tree.rglob("*"))
     run("list")
-    assert "\n*\n" in (tree / "cache/.gitignore").read_text()
+    run("lint")
+    assert sorted(tree.rglob("*")) == before
+    assert {path.name.partition("-")[0] for path in cache.iterdir()} == {"scan", "syntax"}
 
 
 @pytest.mark.parametrize("words", [["--help"], ["list"], ["lint"]])
-def test_a_reader_that_goes_away_is_neither_a_traceback_nor_a_success(tree: Path, words: list[str]) -> None:
+def test_a_reader_that_goes_away_is_neither_a_traceback_nor_a_success(
+    tree: Path, cache: Path, words: list[str]
+) -> None:
     """`miles-ci list | head -1`"""
     read, write = os.pipe()
     os.close(read)
     place = [] if words == ["--help"] else ["--root", str(tree)]
     done = subprocess.run(
         [sys.executable, "-m", "miles_ci", *words, *place], cwd=REPOSITORY, stdout=write, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "MILES_CI_CACHE_DIR": str(tree / "cache")}, check=False,
+        env={**os.environ, "MILES_CI_CACHE_DIR": str(cache)}, check=False,
     )  # fmt: skip
     os.close(write)
     assert (done.returncode, done.stderr) == (ExitCode.INTERRUPTED, "")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_ci.declare import cache as cache_module
 from miles_ci.declare.cache import FILE_NAME
 from miles_ci.declare.tree import scan_tree
 from tests.fast.ci.helpers.trees import PLAIN, cpu, cuda, write_tree
@@ -144,7 +145,19 @@ def test_the_cache_gives_the_same_scan_and_follows_changes(tmp_path: Path) -> No
     assert [item.places for item in warm.declarations] == [item.places for item in without.declarations]
     (tmp_path / "tests/e2e/test_b.py").write_text(cuda())
     assert scan_tree(tmp_path, cache_dir=cache) == scan_tree(tmp_path)
-    assert len(json.loads((cache / FILE_NAME).read_text())) == 3
+    entries = list(json.loads((cache / FILE_NAME).read_text()).values())
+    assert [len(errors) for _, _, errors in entries] == [0, 0, 1, 1], "what the last scan did not use comes last"
+
+
+def test_of_what_a_scan_did_not_use_the_cache_keeps_a_bounded_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "KEPT_UNUSED", 2)
+    for number in range(1, 6):
+        write_tree(tmp_path, {"tests/e2e/test_a.py": cpu(est_time=str(number))})
+        scan_tree(tmp_path, cache_dir=tmp_path / "cache")
+    kept = json.loads((tmp_path / "cache" / FILE_NAME).read_text())
+    assert [declarations[0]["est_time"] for declarations, _, _ in kept.values()] == [5, 4, 3]
 
 
 def test_the_same_content_under_another_name_is_judged_by_its_own_name(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_the_plan_survives_a_round_trip_and_refuses_changes_and_other_plans(tmp_
     with pytest.raises(PlanMismatch, match="altered after planning") as caught:
         plan_from_json(data)
     assert caught.value.exit_code == 5
-    for text in ("", "[]", '{"schema": 2}', '{"schema": 1}'):
+    for text in ("", "[]", '{"schema": 2}', '{"schema": 1}', '{"schema": 3}'):
         path.write_text(text)
         with pytest.raises((UsageError, PlanMismatch)):
             Plan.load(path)

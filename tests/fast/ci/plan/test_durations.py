@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles_ci.errors import UsageError
+from miles_ci.plan import tune
 from miles_ci.plan.durations import Durations, Learned, Observation, learn, median_ms
 from miles_ci.plan.estimate import estimate
 from miles_ci.plan.tune import (
@@ -21,6 +22,7 @@ from miles_ci.plan.tune import (
     rewrites,
 )
 from miles_ci.registry import load_fleet
+from miles_ci.run import results as results_file
 from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, cpu, cuda, workspace, write_tree
 
 DAY = 86_400.0
@@ -152,7 +154,7 @@ def results(outcome: str = "passed", unit: str = "tests/fast/test_a.py") -> dict
         "nodes": {"tests/fast/test_a.py::test_x": "passed", "tests/fast/test_a.py::test_y": "failed"},
         "node_ms": {"tests/fast/test_a.py::test_x": 30, "tests/fast/test_a.py::test_y": 40},
     }
-    return {"schema": 1, "run": {"suite": "stage-a-cpu", "hardware": "cpu", "started_at": NOW}, "tests": [test]}
+    return {"schema": 2, "run": {"suite": "stage-a-cpu", "hardware": "cpu", "started_at": NOW}, "tests": [test]}
 
 
 def test_passing_runs_are_read_from_results_and_parts_tell_of_items_only(tmp_path: Path) -> None:
@@ -169,8 +171,8 @@ def test_passing_runs_are_read_from_results_and_parts_tell_of_items_only(tmp_pat
     for outcome in ("failed", "flaky", "timeout"):
         path.write_text(json.dumps(results(outcome)))
         assert list(observations_of_results([path])) == []
-    path.write_text('{"schema": 1}')
-    with pytest.raises(UsageError, match="no results of schema 1: 'run' is missing"):
+    path.write_text('{"schema": 2}')
+    with pytest.raises(UsageError, match="no results of schema 2: 'run' is missing"):
         list(observations_of_results([path]))
 
 
@@ -248,3 +250,7 @@ def test_a_file_that_changed_meanwhile_is_not_rewritten(tmp_path: Path) -> None:
     (tmp_path / "tests/e2e/test_a.py").write_text("\n\n" + cuda())
     with pytest.raises(UsageError, match="changed while it was being tuned"):
         apply_rewrites(tmp_path, changes)
+
+
+def test_learning_reads_the_results_that_this_harness_writes() -> None:
+    assert tune.RESULTS_SCHEMA == results_file.SCHEMA

@@ -112,6 +112,24 @@ def test_each_unit_is_in_exactly_one_shard_none_is_empty_and_order_does_not_matt
     assert divide(shuffled, width=width, shards=shards) == found
 
 
+@pytest.mark.parametrize(
+    ("jobs", "shards", "loads"),
+    [
+        ([Unit("a", 8), Unit("b", 7, serial=True), Unit("c", 8), Unit("d", 5, serial=True)], 3, (8, 7, 5)),
+        ([Unit("a", 4, devices=2), Unit("b", 7), Unit("c", 5), Unit("d", 4, serial=True)], 3, (7, 4, 4)),
+    ],
+)
+def test_a_serial_test_takes_the_whole_runner_when_shards_are_filled(jobs, shards: int, loads: tuple[int, ...]) -> None:
+    assert divide(jobs, width=2, shards=shards).loads == loads
+
+
+@pytest.mark.parametrize(("sizes", "shards"), [((0, 0, 0), 3), ((0, 0, 0, 0), 3), ((9, 0, 0), 3), ((0,), 2)])
+def test_tests_that_take_no_time_leave_no_shard_empty(sizes: tuple[int, ...], shards: int) -> None:
+    found = divide(units(sizes), width=1, shards=shards)
+    assert [len(shard) > 0 for shard in found.shards] == [True] * min(shards, len(sizes))
+    assert sorted(job.id for shard in found.shards for job in shard) == [unit.id for unit in units(sizes)]
+
+
 @given(jobs=jobs)
 @settings(max_examples=50)
 def test_the_running_bound_of_a_shard_is_a_bound(jobs: list[Unit]) -> None:

@@ -70,12 +70,12 @@ def test_a_report_that_drops_or_invents_a_test_is_an_error() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema": 2}, {"tests": {}}, {"run": []}, {"run": {"suite": 3, "hardware": "x", "shard": "1/1"}}, {"tests": [{"outcome": "great", "attempts": [], "path": "x"}]},
+        {"schema": 1}, {"tests": {}}, {"run": []}, {"run": {"suite": 3, "hardware": "x", "shard": "1/1"}}, {"tests": [{"outcome": "great", "attempts": [], "path": "x"}]},
         {"tests": [{"outcome": "passed", "attempts": 5, "path": "x"}]}, {"tests": [{"outcome": "passed", "attempts": [], "path": 7}]},
     ],
 )  # fmt: skip
 def test_an_artifact_that_is_not_ours_is_refused(change: dict[str, Any]) -> None:
-    good = {"schema": 1, "run": {"suite": "s", "hardware": "cpu", "shard": "1/1"}, "tests": []}
+    good = {"schema": 2, "run": {"suite": "s", "hardware": "cpu", "shard": "1/1"}, "tests": []}
     assert read_shard(json.dumps(good).encode()).suite == "s"
     with pytest.raises(BadArtifact):
         read_shard(json.dumps(good | change).encode())
@@ -85,7 +85,7 @@ def test_an_artifact_that_is_not_ours_is_refused(change: dict[str, Any]) -> None
 
 def test_shard_whose_runner_died_is_never_a_green_report() -> None:
     run = {"suite": "s", "hardware": "cpu", "shard": "1/1"}
-    dead = read_shard(json.dumps({"schema": 1, "status": "running", "run": run, "tests": []}).encode())
+    dead = read_shard(json.dumps({"schema": 2, "status": "running", "run": run, "tests": []}).encode())
     report = analyse([dead])
     assert (report.ok, report.faults) == (False, ("s shard 1/1: the runner died before it finished",))
     # merged.json has said it already.
@@ -97,7 +97,7 @@ def test_failed_metric_bound_of_a_test_that_passed_is_named(verdict: str, blocks
     metric = {"metric": "loss", "verdict": verdict, "message": "loss 3 is above 2", "value": 3.0}
     entry = {"path": "tests/a.py", "outcome": "passed", "attempts": [], "metrics": [metric]}
     run = {"suite": "s", "hardware": "h200", "shard": "1/1"}
-    report = analyse([read_shard(json.dumps({"schema": 1, "run": run, "tests": [entry]}).encode())])
+    report = analyse([read_shard(json.dumps({"schema": 2, "run": run, "tests": [entry]}).encode())])
     assert report.ok is not blocks
     if blocks:
         (failed,) = report.failed
@@ -306,7 +306,7 @@ def test_metrics_with_a_long_common_name_and_timeouts_with_other_seconds_are_tol
     entry = {"path": "tests/a.py", "outcome": "passed", "attempts": []}
     metrics = [{"metric": f"train/reward/{name}", "verdict": "fail", "message": "m"} for name in ("mean", "median")]
     run = {"suite": "s", "hardware": "h200", "shard": "1/1"}
-    seen = read_shard(json.dumps({"schema": 1, "run": run, "tests": [entry | {"metrics": metrics}]}).encode())
+    seen = read_shard(json.dumps({"schema": 2, "run": run, "tests": [entry | {"metrics": metrics}]}).encode())
     assert len(analyse([seen]).groups) == 2
     slow = [case(f"tests/{n}.py", "timeout", message=f"no end after {n}.5 s") for n in range(9)]
     assert len(analyse([shard("s", 1, *slow)]).groups) == 1

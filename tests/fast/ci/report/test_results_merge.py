@@ -131,6 +131,17 @@ def test_results_that_do_not_fit_the_plan_are_faults(change, message):
     assert merged.exit_code() == 5
 
 
+def test_result_from_the_wrong_shard_is_seen_so_that_a_second_one_is_named_and_nothing_counts_as_never_executed():
+    shards = complete()
+    shards[1].tests.append(shards[0].tests.pop())
+    assert merge.merge(PLAN, shards).never_executed == ()
+    shards[1].tests.append(shards[1].tests[-1])
+    assert merge.merge(PLAN, shards).faults == (
+        "stage-a-cpu shard 2/2: tests/fast/test_b.py belongs to shard 1/2",
+        "stage-a-cpu shard 2/2: tests/fast/test_b.py has a second result, the first is from stage-a-cpu shard 2/2",
+    )
+
+
 def test_skipped_suite_needs_no_results_and_an_unknown_one_is_a_fault():
     assert merge.merge(PLAN, [], skipped={SUITE: "what it needs failed"}).exit_code() == 0
     merged = merge.merge(PLAN, complete(), skipped={"stage-z": "why not"})
@@ -197,8 +208,8 @@ def test_results_survive_writing_and_reading(tmp_path):
     [
         ("{", "not JSON"),
         ("[]", "results schema 'list' is not supported"),
-        ('{"schema": 2}', "schema 2 is not supported"),
-        ('{"schema": 1}', "damaged results file: 'run' is missing"),
+        ('{"schema": 1}', "schema 1 is not supported"),
+        ('{"schema": 2}', "damaged results file: 'run' is missing"),
     ],
 )
 def test_damaged_results_file_is_named_with_its_fault(tmp_path, text, message):

@@ -10,8 +10,9 @@ import pytest
 from miles_ci.cli import main
 from miles_ci.errors import UsageError
 from miles_ci.registry import load_fleet
+from miles_ci.registry.load import read_fleet
 from miles_ci.select.policy import CADENCES, Policy, cadence_of_cron
-from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, write_tree
+from tests.fast.ci.helpers.trees import PLAIN, REPOSITORY, TODAY, write_tree
 
 FLEET = load_fleet(REPOSITORY / "registry.yaml")
 EVERY = frozenset(FLEET.labels.domain)
@@ -54,6 +55,19 @@ def test_the_opt_in_of_a_manual_dispatch_includes_every_label_and_stays_regular(
     found = policy(all_labels=True)
     assert found.include == EVERY
     assert (found.cadence, found.admit_nightly, found.write_baseline) == ("regular", False, False)
+    assert not found.use_affected
+
+
+def test_a_pull_request_with_the_nightly_label_stays_on_its_own_architectures() -> None:
+    source = (REPOSITORY / "registry.yaml").read_text(encoding="utf-8")
+    nightly = source[source.index("  nightly:\n    crons") :]
+    source = source.replace(nightly, nightly.replace("arches: home", "arches: all", 1))
+    fleet = read_fleet(source.encode(), today=TODAY).fleet
+    assert fleet is not None
+    assert fleet.cadences["nightly"].arches == "all"
+    labelled = Policy.resolve(fleet, "regular", ["nightly"])
+    assert (labelled.admit_nightly, labelled.arches) == (True, "home")
+    assert Policy.resolve(fleet, "nightly").arches == "all"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +75,7 @@ def test_the_opt_in_of_a_manual_dispatch_includes_every_label_and_stays_regular(
     [
         ("regular", (), {"admit_nightly": False, "use_affected": True, "bypass_fastfail": False, "write_baseline": False}),
         ("regular", ("run-ci-all",), {"admit_nightly": False, "use_affected": False, "bypass_fastfail": False}),
+        ("regular", ("run-ci-image",), {"admit_nightly": False, "use_affected": False, "bypass_fastfail": False}),
         ("regular", ("run-ci-kernels",), {"admit_nightly": False, "use_affected": True}),
         ("regular", ("nightly",), {"admit_nightly": True, "use_affected": False, "bypass_fastfail": True, "write_baseline": False}),
         ("regular", ("bypass-fastfail",), {"bypass_fastfail": True, "use_affected": True}),

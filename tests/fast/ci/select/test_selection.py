@@ -112,6 +112,20 @@ def test_a_disabled_test_whose_date_has_passed_runs_as_unstable_at_night_only(ca
         assert found.included[0].notify.startswith("training: ")
 
 
+@pytest.mark.parametrize(("until", "passed"), [("2026-11-29", True), (TODAY.isoformat(), False)])
+@pytest.mark.parametrize("cadence", ["regular", "weekly"])
+def test_the_last_day_of_an_exemption_still_counts(cadence: str, until: str, passed: bool) -> None:
+    labels = ("run-ci-megatron",)
+    switch = Exemption("fails on the new driver", "#1", until)
+    disabled = choose(gpu(disabled=switch), cadence=cadence, labels=labels)
+    runs = passed and cadence == "weekly"
+    assert (len(disabled.included), len(disabled.excluded)) == ((1, 0) if runs else (0, 1))
+    assert any("has passed" in text for text in disabled.warnings) == (passed and not runs)
+    unstable = choose(gpu(unstable=switch), cadence=cadence, labels=labels)
+    assert any("has passed" in text for text in unstable.warnings) == passed
+    assert (unstable.included[0].notify is not None) == passed
+
+
 def test_an_unstable_test_runs_and_carries_its_reason() -> None:
     unstable = Exemption("loss diverges now and then", "#1", "2026-12-24")
     found = choose(gpu(unstable=unstable))

@@ -151,7 +151,7 @@ def test_a_new_job_without_a_rule_and_a_missing_job_are_findings(
     raw = copy.deepcopy(dict(workflows["status-sweeper.yml"].raw))
     raw["jobs"] = {"other": raw["jobs"]["sweep"]}
     report = walk({"status-sweeper.yml": Workflow.from_dict(raw, "status-sweeper.yml")}, fleet)
-    assert {violation.job for violation in report.violations} == {"other", "sweep"}
+    assert {violation.job for violation in report.violations} == {"other", "starvation", "sweep"}
 
 
 def test_a_cadence_that_the_caller_does_not_state_is_a_finding(workflows: Mapping[str, Workflow], fleet: Fleet) -> None:

@@ -168,11 +168,11 @@ def test_many_long_prompts_are_counted_and_the_first_listed(tmp_path, tokenizer)
 
 
 def test_prompts_left_out_are_not_held_out_either(tmp_path, tokenizer):
-    rows = [{"prompt": f"{n:06}"} for n in range(20)] + [{"prompt": f"{n}"} for n in range(4)]
+    rows = [{"prompt": f"{n:06}"} for n in range(20)] + [{"prompt": f"{n}"} for n in range(40)]
     options = {"max_prompt_tokens": 4, "too_long": "drop", "held_out_fraction": 0.25}
     with source(tmp_path, tokenizer, rows, **options) as opened:
-        assert len({p.text for p in opened.held_out(3)}) == 1
-        assert len({p.text for p in opened.next_groups(9)}) == 3
+        assert len({p.text for p in opened.held_out(60)}) == 10
+        assert len({p.text for p in opened.next_groups(90)}) == 30
 
 
 def test_conversations_are_rendered_once_and_the_process_ends_with_the_source(tmp_path, tokenizer, monkeypatch):

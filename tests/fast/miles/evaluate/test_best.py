@@ -100,6 +100,13 @@ def test_a_kill_at_any_moment_leaves_a_whole_best(
     assert set(survived) == {0.25, 0.5}
 
 
+def test_what_a_killed_life_had_begun_is_begun_anew(tmp_path: Path) -> None:
+    (best.begin(tmp_path / "best", 5) / "half").write_text("")
+    (best.begin(tmp_path / "best", 10) / "half").write_text("")
+    assert list(best.begin(tmp_path / "best", 10).iterdir()) == []
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step_10.tmp"]
+
+
 def test_a_changed_record_is_refused(tmp_path: Path) -> None:
     kept = keep(tmp_path / "best", 5, 0.25)
     (kept.path / best.RECORD).write_text('{"schema": 2}')

@@ -138,7 +138,9 @@ def test_what_is_asked_for_is_the_sets_sampling_and_not_trainings() -> None:
     }
     assert kinds == {(0.7, 0.9, -1, 0.0, 2), (0.0, 1.0, -1, 0.0, 3)}
     assert len(engine.requests) == 6 * 4 + 3
-    assert sampling_of(EvalConfig().sets[0], config).group_size == 1
+    partial = RolloutConfig(partial=True, mask_offpolicy_in_partial=True)
+    asked = sampling_of(EvalConfig().sets[0], partial)
+    assert (asked.group_size, asked.partial, asked.mask_offpolicy_in_partial) == (1, False, False)
 
 
 def test_tokens_of_other_weights_are_refused() -> None:
@@ -153,7 +155,36 @@ def test_tokens_of_other_weights_are_refused() -> None:
 
 
 def test_failures_of_the_reward_in_an_evaluation_are_not_counted_as_trainings() -> None:
-    pool = RewardPool(RolloutConfig().reward, build_reward(RolloutConfig().reward, DATA), Digits())
-    apart = pool.counting_apart()
-    apart.errors += 3
-    assert (pool.take_errors(), apart.take_errors()) == (0, 3)
+    # No sample's metadata has the key.
+    reward = {"kind": "from_metadata", "options": {"key": "absent"}, "on_error": "mask"}
+    config = RolloutConfig.model_validate({"batch_groups": 1, "group_size": 2, "max_new_tokens": 3, "reward": reward})
+    rewards = RewardPool(config.reward, build_reward(config.reward, DATA), Digits())
+
+    async def main() -> dict[str, float]:
+        return await evaluator_of(config, FakeEngine(), rewards).measure(0)
+
+    found = asyncio.run(main())
+    assert {name: value for name, value in found.items() if name.endswith("unjudged_frac")} == {
+        "eval/a/unjudged_frac": 1.0,
+        "eval/b/unjudged_frac": 1.0,
+    }
+    assert rewards.take_errors() == 0
+
+
+def test_seeds_follow_from_the_evaluations_own_seed() -> None:
+    config = RolloutConfig(batch_groups=1, group_size=2, max_new_tokens=3)
+
+    def seeds(seed: int) -> list[int]:
+        engine = FakeEngine()
+        chosen = EvalConfig.model_validate_json(json.dumps({"sets": SETS, "seed": seed}))
+
+        async def main() -> None:
+            rewards = RewardPool(config.reward, build_reward(config.reward, DATA), Digits())
+            evaluator = Evaluator(chosen, data=DATA, rollout=config, engine=engine, tokenizer=Digits(), rewards=rewards)
+            await evaluator.measure(0)
+
+        asyncio.run(main())
+        return sorted(request.seed for request in engine.requests)
+
+    assert seeds(0) == seeds(0)
+    assert set(seeds(0)).isdisjoint(seeds(1))

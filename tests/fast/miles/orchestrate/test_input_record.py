@@ -125,3 +125,17 @@ def test_damaged_record_is_refused_with_a_way_out(reads_file: Recipe, text: str)
 def test_input_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent: cannot be read \(No such file or directory\)"):
         fingerprint(tmp_path / "absent")
+
+
+def test_every_file_that_decides_prompts_is_recorded(recipe: Make, data: Path, tmp_path: Path) -> None:
+    named = {name: tmp_path / name for name in ("held.jsonl", "own.jinja", "eval.jsonl")}
+    made = recipe(
+        data={
+            "task": "jsonl",
+            "jsonl": {"path": str(data)},
+            "held_out_path": str(named["held.jsonl"]),
+            "chat_template": str(named["own.jinja"]),
+        },
+        eval={"sets": [{"name": "other", "path": str(named["eval.jsonl"])}]},
+    )
+    assert sorted(input_files(made)) == sorted([data, *named.values()])

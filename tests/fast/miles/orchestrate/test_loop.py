@@ -138,6 +138,7 @@ def make_loop(recipe: Make, monkeypatch: pytest.MonkeyPatch):
             locate(made, []),
             schedule_config(made, pad_id=0, flops=None),
             lambda row: (events.append(("row", row["step"], row["weight_version"])), rows.append(row)),
+            lambda step, samples: events.append(("samples", step, len(samples))),
             lambda: events.append(("durable",)),
             GradientWatch(made.algo, made.run.no_gradient_warning_steps, lambda text: events.append(("warn", text))),
             devices=device_sharing(mode, group, FakeEngines(events)),
@@ -155,13 +156,14 @@ def names(events: list[Any], *kinds: str) -> list[Any]:
 def test_each_step_trains_the_next_version_and_every_rank_gets_its_own_batch(make_loop) -> None:
     events: list[Any] = []
     asyncio.run(make_loop(events, steps=2, checkpoint_every=10).run(0))
-    assert events[:7] == [
+    assert events[:8] == [
         ("start", 0),
         ("collect", 0),
         ("train", (("batch of rank 0",), None), (("batch of rank 1",), None)),
         ("prefetch", 1),
         ("send_weights", 1),
         ("on_new_version", 1),
+        ("samples", 0, 1),
         ("row", 0, 1),
     ]
     assert names(events, "row") == [("row", 0, 1), ("row", 1, 2)]
@@ -249,6 +251,7 @@ def test_colocated_engines_give_their_memory_away_while_the_trainer_trains(make_
         ("send_weights", 1),
         ("resume", "kv_cache"),
         ("on_new_version", 1),
+        ("samples", 0, 1),
     ]
     assert names(events, "prefetch") == [], "an engine without weights takes no requests"
     assert names(events, "connect") == []
@@ -324,7 +327,7 @@ def test_every_sample_gets_its_own_scores_whoever_computed_them(recipe: Make) ->
     nothing: Any = None
     actors: Any = ScoringGroup()
     schedule = schedule_config(made, pad_id=0, flops=None)
-    loop = TrainingLoop(made, actors, nothing, nothing, schedule, nothing, nothing, nothing)
+    loop = TrainingLoop(made, actors, nothing, nothing, schedule, nothing, nothing, nothing, nothing)
     samples = [
         Sample(f"s{i}", i, i, np.full(4 + i % 3, i + 1, dtype=np.int64), 2, reward=0.0, status=Status.COMPLETED)
         for i in range(7)

@@ -192,7 +192,8 @@ def test_a_started_process_does_not_inherit_the_lock(recipe: Make) -> None:
         child.wait()
 
 
-def test_a_run_keeps_its_folder_on_another_cluster(recipe) -> None:
+def test_a_run_keeps_its_folder_on_another_cluster_and_with_other_trackers(recipe) -> None:
     here = locate(recipe(), [])
     assert locate(recipe(cluster={"address": "head:6379"}), ["cluster.address=head:6379"]) == here
     assert locate(recipe(seed=1), ["seed=1", "cluster.wait_s=5"]) == locate(recipe(seed=1), ["seed=1"])
+    assert locate(recipe(observe={"trackers": []}), ["observe.trackers=[]"]) == here

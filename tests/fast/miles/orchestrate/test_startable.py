@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -179,13 +180,17 @@ REFUSED = {
     "an engine on a GPU that is not there": (["engine.device=cuda"], "but 1 node has 0 free"),
     "a host of another machine": (["engine.host=192.0.2.77"], "engine.host 192.0.2.77"),
     "a rule": (["rollout.stop_token_ids=[99999]"], "[STOP-IDS]"),
+    "a tracker": (["observe.trackers=[wandb]"], "observe.trackers: wandb: wandb not installed; pip install"),
     "a file": (["model.path=/nowhere"], "/nowhere: model folder does not exist"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("command", ["check", "dry run", "train"])
-def test_the_three_commands_refuse_alike(case: str, command: str, tmp_path: Path) -> None:
+def test_the_three_commands_refuse_alike(
+    case: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
     sets, said = REFUSED[case]
     words = {
         "check": ["recipe", "check", str(RECIPES / "quickstart.yaml")],

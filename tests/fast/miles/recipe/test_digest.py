@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.recipe.schema import Recipe, canonical_json, differences, digest
+from miles.recipe.schema import settings as settings_of
 
 # Sections that are unset by default get a value, so that their leaves are covered too.
 BASE: dict[str, Any] = {
@@ -59,7 +60,9 @@ def with_leaf(value: Any, path: tuple[Any, ...]) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.parametrize(
-    "path", [path for path in leaves(RESOLVED) if path[0] != "cluster"], ids=lambda path: ".".join(map(str, path))
+    "path",
+    [path for path in leaves(RESOLVED) if path[0] not in ("cluster", "observe")],
+    ids=lambda path: ".".join(map(str, path)),
 )
 def test_every_leaf_changes_the_digest(path: tuple[Any, ...]) -> None:
     other = with_leaf(RECIPE, path)
@@ -67,10 +70,20 @@ def test_every_leaf_changes_the_digest(path: tuple[Any, ...]) -> None:
     assert [line.split(":")[0] for line in differences(RECIPE, other)] == [_dotted(path)]
 
 
-def test_where_a_run_is_does_not_change_the_digest() -> None:
-    elsewhere = build({**BASE, "cluster": {"address": "head:6379", "wait_s": 5}})
+@pytest.mark.parametrize(
+    "section", [{"cluster": {"address": "head:6379", "wait_s": 5}}, {"observe": {"trackers": [], "finish_s": 1}}]
+)
+def test_where_a_run_is_and_who_watches_it_does_not_change_the_digest(section: dict[str, Any]) -> None:
+    elsewhere = build({**BASE, **section})
+    assert elsewhere != RECIPE
     assert digest(elsewhere) == digest(RECIPE)
     assert differences(RECIPE, elsewhere) == []
+
+
+def test_settings_are_the_leaves_of_what_determines_a_run() -> None:
+    found = settings_of(RECIPE)
+    assert (found["seed"], found["name"], found["run.replay_steps"]) == (0, "base", [])
+    assert {key.partition(".")[0] for key in found}.isdisjoint({"cluster", "observe"})
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

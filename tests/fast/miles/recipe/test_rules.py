@@ -285,6 +285,7 @@ def test_facts_come_from_the_folder_when_there_is_one_and_from_the_shape_otherwi
 @pytest.mark.parametrize(
     ("reward", "answer", "said"),
     [
+        ("regex", 3, "is 3, not text; quote it"),
         (
             "exact",
             3,
@@ -298,9 +299,19 @@ def test_facts_come_from_the_folder_when_there_is_one_and_from_the_shape_otherwi
 )
 def test_a_reward_that_compares_text_wants_answers_that_are_text(tmp_path, reward, answer, said) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+2=", "answer": answer}) + "\n")
-    options = {"url": "http://127.0.0.1:9/"} if reward == "remote_http" else {}
+    options = {"remote_http": {"url": "http://127.0.0.1:9/"}, "regex": {"pattern": "(.)"}}.get(reward, {})
     data = {"task": "jsonl", "jsonl": {"path": str(tmp_path / "rows.jsonl")}, "held_out_fraction": 0}
     made = recipe(data=data, eval={"sets": []}, rollout={"reward": {"kind": reward, "options": options}})
     found = [str(finding) for finding in check(made, facts_of(made)) if finding.rule == "REWARD"]
     assert (found == []) is (said is None)
     assert all(said in text for text in found)
+
+
+def test_answers_of_evaluation_sets_are_looked_at_too(tmp_path) -> None:
+    (tmp_path / "e.jsonl").write_text(json.dumps({"prompt": "1=", "answer": 3}) + "\n")
+    sets = [{"name": "other", "path": str(tmp_path / "e.jsonl")}]
+    for options, count in (({"pattern": "(.)"}, 1), ({"pattern": "(.)", "compare": False}, 0)):
+        made = recipe(eval={"sets": sets}, rollout={"reward": {"kind": "regex", "options": options}})
+        found = [str(finding) for finding in check(made, facts_of(made)) if finding.rule == "REWARD"]
+        assert len(found) == count
+        assert all("the answer of '1=' is 3, not text" in text for text in found)

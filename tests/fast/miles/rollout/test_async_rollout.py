@@ -263,3 +263,25 @@ def test_a_closed_rollout_asks_for_nothing_more():
         return len(engine.requests) - asked
 
     assert asyncio.run(main()) == 0
+
+
+def test_a_held_rollout_submits_nothing_new_and_catches_up_when_it_is_released():
+    engine = FakeEngine()
+
+    async def main() -> list[int]:
+        rollout = AsyncRollout(config(max_staleness=1), engine, FakePrompts(), Letters(), run_seed=0)
+        await rollout.start(0)
+        await rollout.collect(0)
+        counts = []
+        await rollout.hold()
+        await rollout.on_new_version(1)
+        await asyncio.sleep(0.01)
+        counts.append(len(engine.requests))
+        await rollout.release()
+        await asyncio.sleep(0.01)
+        counts.append(len(engine.requests))
+        await rollout.close()
+        return counts
+
+    # Two batches of 3 groups of 4 at the start, and one more with the version.
+    assert asyncio.run(main()) == [24, 36]

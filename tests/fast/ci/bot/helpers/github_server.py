@@ -64,6 +64,7 @@ class GitHub:
         self.permissions: dict[str, str] = {}
         self.users: dict[str, int] = {}
         self.pulls: dict[int, dict[str, Any]] = {}
+        self.contains: dict[int, tuple[str, ...]] = {}  # commits of a pull request beside its head
         self.comments: dict[int, dict[str, Any]] = {}
         self.checks: dict[int, dict[str, Any]] = {}
         self.labels: dict[int, list[str]] = {}
@@ -281,7 +282,8 @@ def _pulls_of(hub: GitHub, found: Any, query: Any, body: Any, token: str) -> Ans
     simple = named_sample("pull-request-simple")
     items = [
         overlay(simple, {"number": number, "state": pull["state"], "head": {"sha": pull["head"]["sha"]}})
-        for number, pull in sorted(hub.pulls.items()) if pull["head"]["sha"] == found[1]
+        for number, pull in sorted(hub.pulls.items())
+        if pull["head"]["sha"] == found[1] or found[1] in hub.contains.get(number, ())
     ]  # fmt: skip
     return hub.listing(items, query, found.string)
 

@@ -29,7 +29,14 @@ CHATS = [
     {
         "chat": [
             {"role": "user", "content": "1+3"},
-            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"function": {"name": "add", "arguments": {"a": 1}}},
+                    {"function": {"name": "no", "arguments": {"b": 2}}},
+                ],
+            },
             {"role": "tool", "content": "4", "name": "add"},
         ],
         "tools": None,

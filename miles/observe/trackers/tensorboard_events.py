@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from miles.config.files import storage_error
+from miles.observe.trackers.tracker import numbers
 
-# What `metrics.jsonl` writes for numbers that JSON lacks.
-WORDS = ("NaN", "Infinity", "-Infinity")
 PATTERN = "events.out.tfevents.*"
 
 
@@ -48,11 +47,7 @@ class TensorBoardEvents:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [
-            Summary.Value(tag=tag, simple_value=float(value))
-            for tag, value in row.items()
-            if tag != "step" and (isinstance(value, int | float) or value in WORDS)
-        ]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers(row)]
         event = Event(step=row["step"], wall_time=wall_time, summary=Summary(value=values))
         self._records.write(event.SerializeToString())
 
