@@ -43,6 +43,7 @@ from miles.orchestrate.startable import check_start
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
 from miles.recipe.schema import settings
+from miles.recipe.warm_start import first_recipe
 from miles.rollout.protocol import Rollout
 from miles.rollout.rewards import RewardPool, build_reward
 
@@ -55,7 +56,28 @@ def train(
     console: Console,
     on_step: Callable[[Row], object] | None = None,
 ) -> RunResult:
-    """Run the recipe to its end. A run that is already finished is only reported.
+    """Run the recipe to its end, after the phase before it (`model.from_recipe`) where there is one that is not finished.
+
+    `fresh` starts both over. `on_step` is of the last phase. See `train_phase`.
+    """
+    first = first_recipe(recipe)
+    if first is not None:
+        # What is wrong with the second is told before the first has taken its time.
+        check_start(recipe)
+        done = train_phase(first, (), fresh=fresh, console=console)
+        console.print(done.line, highlight=False, soft_wrap=True)
+    return train_phase(recipe, overrides, fresh=fresh, console=console, on_step=on_step)
+
+
+def train_phase(
+    recipe: Recipe,
+    overrides: Sequence[str],
+    *,
+    fresh: bool,
+    console: Console,
+    on_step: Callable[[Row], object] | None = None,
+) -> RunResult:
+    """One recipe to its end. A run that is already finished is only reported.
 
     `on_step` gets a copy of each row of the log as it is recorded; what it raises ends the run.
     """

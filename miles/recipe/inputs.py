@@ -23,6 +23,7 @@ from miles.evaluate.prompt_sets import read_prompts, seen_in_training
 from miles.quant.config import QuantConfig
 from miles.recipe.created_tokenizer import created_tokenizer
 from miles.recipe.schema import Recipe
+from miles.recipe.warm_start import origin
 from miles.rollout.rewards import RewardFn
 
 # Prompts of an endless task are alike; of one that ends all are looked at.
@@ -51,12 +52,13 @@ class CharacterCount:
 
 def check_files(recipe: Recipe) -> None:
     """`ConfigError` for a model or teacher folder that is not complete, or a model trained with another rounding."""
-    for folder in (recipe.model.path, recipe.algo.teacher):
+    model = origin(recipe).model.path
+    for folder in (model, recipe.algo.teacher):
         if folder is not None:
             check_model_files(Path(folder))
-    if recipe.model.path is not None:
-        check_tokenizer(Path(recipe.model.path))
-        check_contract(recipe.quant, Path(recipe.model.path))
+    if model is not None:
+        check_tokenizer(Path(model))
+        check_contract(recipe.quant, Path(model))
 
 
 def check_model_files(folder: Path) -> None:
@@ -118,24 +120,26 @@ def first_prompts(recipe: Recipe) -> FirstPrompts:
 
     Of a task that ends all are looked at. Empty for a model folder without a tokenizer, which `check_files` refuses.
     """
-    if recipe.model.path is None:
-        alphabet, chat = created_tokenizer(recipe)
+    start = origin(recipe)
+    if start.model.path is None:
+        alphabet, chat = created_tokenizer(start)
         if chat is None:
             return _first_prompts(recipe, CharacterCount(alphabet))
         with tempfile.TemporaryDirectory() as folder:
             return _first_prompts(recipe, build_char_tokenizer(alphabet, folder, chat=chat))
-    if not (Path(recipe.model.path) / "tokenizer.json").is_file():
+    if not (Path(start.model.path) / "tokenizer.json").is_file():
         return FirstPrompts()
-    return _first_prompts(recipe, Tokenizer(recipe.model.path))
+    return _first_prompts(recipe, Tokenizer(start.model.path))
 
 
 def first_examples(recipe: Recipe) -> FirstPrompts:
     """The examples of a recipe whose answers are given, by the run's own source: all of them, for their length and notes."""
-    if recipe.model.path is None:
+    start = origin(recipe)
+    if start.model.path is None:
         with tempfile.TemporaryDirectory() as folder:
-            alphabet, chat = created_tokenizer(recipe)
+            alphabet, chat = created_tokenizer(start)
             return _first_examples(recipe, build_char_tokenizer(alphabet, folder, chat=chat), ())
-    model = Path(recipe.model.path)
+    model = Path(start.model.path)
     if not (model / "tokenizer.json").is_file():
         return FirstPrompts()
     return _first_examples(recipe, Tokenizer(model), read_end_tokens(model).ids)

@@ -19,6 +19,7 @@ from miles.recipe import dtype_rules, evaluation_rules, idle_rules, measured, nv
 from miles.recipe.created_tokenizer import created_tokenizer
 from miles.recipe.inputs import FirstPrompts, check_answers, check_files, first_examples, first_prompts
 from miles.recipe.schema import Recipe
+from miles.recipe.warm_start import origin
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def model_facts(recipe: Recipe) -> Facts:
     from miles.models import registry
     from miles.models.family import read_hf_config
 
+    # Of the model that an earlier phase exports, what that phase starts from has the shape and the tokenizer.
+    recipe = origin(recipe)
     if recipe.model.path is not None:
         path = Path(recipe.model.path)
         said = tuple(tokenizer_files.objections(path))

@@ -41,6 +41,7 @@ class FakeActorGroup:
     def __init__(self, events: list[Any], *, skip: set[int] = frozenset(), engine: str = "serving") -> None:
         self.events, self.skip, self.engine = events, skip, engine
         self.dp_ranks = [0, 1]
+        self.engines = [object()]
         self.trained = 0
 
     async def on_workers(self, method: str, arguments: Any) -> list[Any]:

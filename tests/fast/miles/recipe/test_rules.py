@@ -197,8 +197,6 @@ def test_own_code_gets_what_it_declares() -> None:
 def test_teacher_and_foreign_engine_are_refused_by_name() -> None:
     (teacher,) = findings("TEACHER", (recipe(algo={"opd_coef": 0.5}), facts()))
     assert "algo.opd_coef" in teacher.message
-    (supervised,) = findings("ROLLOUT-MODE", (recipe(algo={"loss": "sft"}), facts()))
-    assert "whatever its reward" in supervised.message
     (engine,) = findings("ROLLOUT-MODE", (recipe(engine={"engine": "sglang"}), facts()))
     assert engine.fix == "use engine.engine=embedded"
 
