@@ -55,6 +55,10 @@ test-nightly: $(DEV_READY) $(NODE_READY) ## the CPU suites with what only runs a
 	TESTS_PROFILE=nightly $(BIN)/miles-ci run --suite stage-a-cpu --cadence nightly --quiet
 	TESTS_PROFILE=nightly $(BIN)/miles-ci run --suite stage-b-cpu --cadence nightly --quiet
 
+.PHONY: mutants
+mutants: $(DEV_READY) $(NODE_READY) ## change the code and see whether a test notices (ARGS="miles/algos --sample 60")
+	$(BIN)/python -m checks.mutants $(ARGS)
+
 .PHONY: lint
 lint: $(DEV_READY) ## formatting, lint, types, layers, dead code, registry, workflows
 	$(BIN)/ruff format --check .

@@ -50,7 +50,14 @@ def _end_as_interrupted() -> None:
     is lost. `nohup` keeps its meaning."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(*_: object) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell script starts its background commands deaf to Ctrl-C; a polite stop is still meant for them.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
 
 
 @app.command()

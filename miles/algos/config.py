@@ -135,7 +135,7 @@ _OF_ADVANTAGES = ("advantage", "normalize_std", "gamma", "gae_lambda", "value", 
 def _known(kind: Kind) -> AfterValidator:
     def check(name: str) -> str:
         check_name(kind, name)
-        return name
+        return user_code.reference(name)
 
     return AfterValidator(check)
 

@@ -1,7 +1,7 @@
-"""Functions of the user's own: `python:package.module:function`, or `python:path/to/file.py:function`.
+"""Functions of the user's own: `path/to/file.py:function` or `package.module:function`, `python:` before it or not.
 
-One loader for every option that takes such a reference. A file's path is made absolute where the recipe is read, so
-that it means the same in every process. The code is the user's and is trusted as such; what goes wrong in it, on
+One loader for every option that takes such a reference. A path, and a module that lies beside the recipe, become an
+absolute file where the recipe is read, so that they mean the same in every process. The code is the user's and is trusted as such; what goes wrong in it, on
 import or in a call, is one `ConfigError` that names the option and shows the user's own traceback.
 """
 
@@ -24,31 +24,37 @@ from typing import Any
 from miles.config.errors import ConfigError
 
 PREFIX = "python:"
-FORMS = "python:package.module:function or python:path/to/file.py:function"
+FORMS = "path/to/file.py:function or package.module:function"
 # Lines of a traceback that an error shows: its end, where the fault is.
 MAX_LINES = 40
-# Options that take nothing but code of the user's own may leave the prefix out.
 _BARE_FILE = re.compile(r"(?!python:)[^:\s]+\.py:[A-Za-z_][A-Za-z0-9_]*\Z")
+_BARE_MODULE = re.compile(r"(?!python:)(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*\Z")
 _REFERENCE = re.compile(r"python:(?P<where>[^:\s][^:\n]*):(?P<name>[A-Za-z_][A-Za-z0-9_]*)\Z")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 _OURS = (__file__, importlib.__file__, "<frozen importlib")
 
 
 def is_reference(text: str) -> bool:
-    """Whether an option's value means code of the user's own, well formed or not."""
-    return text.startswith(PREFIX)
+    """Whether an option's value means code of the user's own, well formed or not; names of ours have no colon."""
+    return ":" in text
 
 
 def reference(text: str) -> str:
-    """The value of an option that takes nothing but code of the user's own, with the prefix."""
-    return text if is_reference(text) else PREFIX + text
+    """A reference in its one full form, with the prefix; a name of ours stays."""
+    return text if text.startswith(PREFIX) or ":" not in text else PREFIX + text
 
 
 def check_form(text: str) -> None:
     """`ValueError` for a reference that names no function."""
-    match = _REFERENCE.match(text)
+    match = _REFERENCE.match(reference(text))
     if match is None or not (match["where"].endswith(".py") or _MODULE.match(match["where"])):
         raise ValueError(f"{text!r} names no function; write it as {FORMS}")
+
+
+def full_reference(text: str) -> str:
+    """What an option that takes nothing but code of the user's own holds. `ValueError` for what names no function."""
+    check_form(text)
+    return reference(text)
 
 
 def file_of(text: str) -> Path | None:
@@ -65,10 +71,19 @@ def with_absolute_files(value: Any, folder: Path) -> Any:
         return [with_absolute_files(child, folder) for child in value]
     if isinstance(value, str) and _BARE_FILE.match(value):
         value = PREFIX + value
-    path = file_of(value) if isinstance(value, str) else None
+    path = (file_of(value) or _module_beside(value, folder)) if isinstance(value, str) else None
     if path is None:
         return value
     return f"{PREFIX}{(folder / path).resolve()}:{value.rpartition(':')[2]}"
+
+
+def _module_beside(text: str, folder: Path) -> Path | None:
+    """The file of `package.module:function`, when it lies in that folder."""
+    match = _BARE_MODULE.match(text.removeprefix(PREFIX))
+    if match is None:
+        return None
+    path = folder.joinpath(*match["module"].split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 def source_files(value: Any) -> list[Path]:
@@ -98,7 +113,7 @@ def load(text: str, *, option: str, parameters: tuple[str, ...], may_await: bool
         check_form(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
-    where, name = text.removeprefix(PREFIX).rsplit(":", 1)
+    where, name = reference(text).removeprefix(PREFIX).rsplit(":", 1)
     module = _imported(where, option)
     function = getattr(module, name, None)
     if not callable(function):
@@ -110,13 +125,13 @@ def load(text: str, *, option: str, parameters: tuple[str, ...], may_await: bool
 
 
 @contextlib.contextmanager
-def running(text: str, *, option: str) -> Iterator[None]:
-    """Whatever the user's function raises becomes a `ConfigError` with its traceback; our own errors pass."""
+def running(text: str, *, option: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Whatever the user's function raises becomes a `ConfigError` with its traceback; `passing` and our own pass."""
     try:
         yield
-    except ConfigError:
-        raise
     except Exception as error:
+        if isinstance(error, (ConfigError, *passing)):
+            raise
         raise ConfigError(f"{option}: {text} raised {_summary(error)}; mend it\n{_shown(error)}") from error
 
 
@@ -135,8 +150,24 @@ def _imported(where: str, option: str) -> ModuleType:
 
 
 def _file_module(path: Path) -> ModuleType:
-    """Loaded once a process, under a name of its own, so that dataclasses and pickles find their module."""
-    name = f"miles_user_code_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    """Loaded once a process; a file of a package by its place there, any other under a name of its own.
+
+    So dataclasses and pickles find their module, relative imports work, and a file may import those beside it: its
+    folder is looked at last, after everything that is installed.
+    """
+    path = path.resolve()
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    if root != path.parent:
+        parts = path.relative_to(root).with_suffix("").parts
+        module = importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+        if Path(module.__file__ or "").resolve() != path:
+            raise ImportError(f"{module.__name__} is {module.__file__} already; give the package another name")
+        return module
+    name = f"miles_user_code_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

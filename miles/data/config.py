@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from miles.config import StrictModel, user_code
 from miles.config.beside_recipe import BesideRecipe, RecipePath
@@ -68,14 +68,8 @@ class DatasetConfig(RowsConfig):
 class PythonTaskConfig(StrictModel):
     """A class of your own: `path/to/file.py:Class` or `package.module:Class`, made with (options, seed)."""
 
-    path: str
+    path: Annotated[str, AfterValidator(user_code.full_reference)]
     options: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("path")
-    @classmethod
-    def _names_a_class(cls, path: str) -> str:
-        user_code.check_form(user_code.reference(path))
-        return user_code.reference(path)
 
 
 # Tasks that read rows of a file.

@@ -8,5 +8,4 @@ __all__ = [
     "samples_log",
     "samples_view",
     "trackers",
-    "visible_text",
 ]

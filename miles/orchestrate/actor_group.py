@@ -15,13 +15,13 @@ from miles.config.errors import MilesError
 from miles.config.files import storage_error
 from miles.orchestrate.actors import EngineActor, TrainWorker
 from miles.orchestrate.bounded import finishes_within
-from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.node_files import check_nodes
 from miles.orchestrate.node_watch import RESUME_HINT, watching_nodes
 from miles.orchestrate.placement import Placement
 from miles.orchestrate.reservation import Reservation
 from miles.orchestrate.run_folder import RunFolder
+from miles.orchestrate.sweeper_handle import announce_stop
 from miles.recipe import Recipe
 from miles.rollout.access import new_token
 from miles.rollout.errors import EngineHttpError, EngineUnreachable

@@ -15,23 +15,19 @@ import logging
 import os
 import secrets
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.config import environment
-from miles.orchestrate.bounded import finishes_within
+from miles.orchestrate.bounded import BoundedCalls
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.placement import LOOPBACK
-from miles.orchestrate.process_mark import VARIABLE
 from miles.orchestrate.start_turn import lock_path, start_turn
+from miles.orchestrate.stop_signals import keeping_signal_handlers
+from miles.orchestrate.sweeper_handle import SweeperHandle, marked, sweeping
 
 PREFIX = "miles-ray-"
 # Ray opens its own folder to everybody; the one around it stays closed.
@@ -39,8 +35,8 @@ INNER = "r"
 # Ray puts sockets about 64 characters below its folder; the kernel takes paths of 107.
 LONGEST_BASE = 22
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SWEEP_WAIT_S = 25.0
+# Ray's own steps have limits of 30 to 60 s, but not all of them.
+START_LIMIT_S = 240.0
 # The sweeper kills Ray's processes 15 s after it was told of the stop; without them Ray's shutdown returns.
 SHUTDOWN_WAIT_S = 20.0
 # Runnable processes for each processor above which a slow start is the machine's.
@@ -60,114 +56,33 @@ class Cluster:
 def local_cluster(*, cpus: int, gpus: int = 0, note: Callable[[str], None] = lambda _: None) -> Iterator[Cluster]:
     """Start Ray with `cpus` logical CPU slots (one per actor), yield, stop it and remove its folder.
 
-    `note` is told when the start has to wait. The end is bounded: what does not stop is killed.
+    `note` is told when the start has to wait. Start and end are bounded: what does not stop is killed.
     """
     _remove_stale_folders()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_base()))
     # Held until this process ends: a folder whose lock can be taken belongs to nobody.
-    lock = (folder / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    with _marked() as mark:
-        sweeper = _Sweeper(mark, folder)
-        _running.append(sweeper)
-        try:
-            ray = _import_ray()
-            with keeping_signal_handlers(lambda: _stop(ray, sweeper), sweeper.sweep) as started:
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with marked() as mark, sweeping(mark, folder) as sweeper:
+            ray, calls = _import_ray(), BoundedCalls()
+            with keeping_signal_handlers(lambda: _stop(ray, calls, sweeper), sweeper.sweep) as started:
                 with start_turn(lock_path(_base()), note):
-                    _start(ray, folder, cpus=cpus, gpus=gpus)
+                    _start(ray, calls, folder, cpus=cpus, gpus=gpus)
                 started()
                 yield Cluster(folder=folder)
-        finally:
-            _running.remove(sweeper)
-            sweeper.sweep()
-            lock.close()
 
 
-@contextlib.contextmanager
-def _marked() -> Iterator[str]:
-    """A mark in the environment of whatever this process starts meanwhile."""
-    # A run that another one started has that one's mark, and gives it back.
-    before, mark = environment.read("MILES_RUN_MARK"), secrets.token_hex(16)
-    os.environ[VARIABLE] = mark
-    try:
-        yield mark
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
-
-
-class _Sweeper:
-    """The program beside this process; see `sweeper`."""
-
-    def __init__(self, mark: str, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(Path(__file__).with_name("sweeper.py")), mark, str(folder), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-
-    def stopping(self) -> None:
-        """From now on the run's processes have a few seconds to end."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            os.write(self._process.stdin.fileno(), b"stopping")
-
-    def sweep(self) -> None:
-        """End what is left, now, and wait for that; again is allowed."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(SWEEP_WAIT_S)
-
-
-# Of the cluster that this process started; Ray allows one.
-_running: list[_Sweeper] = []
-
-
-def announce_stop() -> None:
-    """What the run started has a few seconds to end from now on; nothing where this process started no cluster.
-
-    Ray's calls wait for ever for a daemon that is stopped or stuck: they return when it was killed.
-    """
-    for sweeper in _running:
-        sweeper.stopping()
-
-
-def _stop(ray: Any, sweeper: _Sweeper) -> None:
+def _stop(ray: Any, calls: BoundedCalls, sweeper: SweeperHandle) -> None:
     """Ray waits for ever for a daemon that is stopped or stuck."""
     sweeper.stopping()
-    if not finishes_within(SHUTDOWN_WAIT_S, ray.shutdown):
+    if not calls.finishes_within(SHUTDOWN_WAIT_S, ray.shutdown):
         # The interpreter's end must not wait either.
         atexit.unregister(ray.shutdown)
+    calls.close()
 
 
-@contextlib.contextmanager
-def keeping_signal_handlers(*stops: Callable[[], object]) -> Iterator[Callable[[], None]]:
-    """Ray takes SIGTERM for itself: call what is yielded when it has. `stops` run at the end, with signals ignored."""
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        yield lambda: _set_handlers(handlers)
-    finally:
-        # A second Ctrl-C must not keep Ray from being stopped; the wait is bounded.
-        _set_handlers(dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN))
-        try:
-            for stop in stops:
-                stop()
-        finally:
-            _set_handlers(handlers)
-
-
-def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Only the main thread may set handlers."""
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _start(ray: Any, folder: Path, *, cpus: int, gpus: int) -> None:
-    try:
+def _start(ray: Any, calls: BoundedCalls, folder: Path, *, cpus: int, gpus: int) -> None:
+    def start() -> None:
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -180,16 +95,19 @@ def _start(ray: Any, folder: Path, *, cpus: int, gpus: int) -> None:
             _node_ip_address=LOOPBACK,
             _temp_dir=str(folder / INNER),
         )
+
+    reason = f"nothing answered for {START_LIMIT_S:g} s"
+    cause: BaseException | None = None
+    try:
+        if calls.finishes_within(START_LIMIT_S, start):
+            return
     except SystemExit as error:
-        # What Ray's own handler makes of a SIGTERM while it starts.
-        if error.code == signal.SIGTERM:
-            raise KeyboardInterrupt from None
-        raise RunError(f"the local Ray cluster did not start: Ray ended the process with {error.code}") from error
+        reason, cause = f"Ray ended the process with {error.code}", error
     except Exception as error:
         # Ray raises bare Exception when a daemon does not answer in time, and OSError or ValueError before that.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        said = "".join(f"; {name}: {line}" for name, line in _last_words(folder).items())
-        raise RunError(f"the local Ray cluster did not start: {reason}{said}; {_advice()}") from error
+        reason, cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__, error
+    said = "".join(f"; {name}: {line}" for name, line in _last_words(folder).items())
+    raise RunError(f"the local Ray cluster did not start: {reason}{said}; {_advice()}") from cause
 
 
 def _advice() -> str:

@@ -5,18 +5,22 @@ Only the run's own actors and placement group end with the run. The command must
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 from miles.config import environment
-from miles.orchestrate.cluster import keeping_signal_handlers
+from miles.orchestrate.bounded import BoundedCalls
 from miles.orchestrate.errors import ClusterError
 from miles.orchestrate.placement import ClusterFacts, NodeFacts
+from miles.orchestrate.stop_signals import keeping_signal_handlers
 from miles.recipe.placement import ClusterConfig, check_address
 
 CONNECT_S = 5.0
+JOIN_LIMIT_S = 120.0
+LEAVE_LIMIT_S = 20.0
 
 
 def cluster_address(config: ClusterConfig) -> str | None:
@@ -38,28 +42,43 @@ def cluster_address(config: ClusterConfig) -> str | None:
 
 @contextlib.contextmanager
 def joined_cluster(address: str) -> Iterator[None]:
-    """Connect this process as a driver, yield, disconnect."""
+    """Connect this process as a driver, yield, disconnect; both are bounded, for Ray waits for ever for a stuck daemon."""
     _knock(address)
     # As exported: how to authenticate is the cluster's to say.
     import ray
 
-    with keeping_signal_handlers(ray.shutdown) as connected:
-        try:
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                configure_logging=False,
-                namespace="miles",
-                ignore_reinit_error=False,
-            )
-        except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ClusterError(
-                f"cluster.address {address}: {reason}; start the command on a node of the cluster, with the settings "
-                "(RAY_AUTH_MODE, RAY_AUTH_TOKEN) that it was started with"
-            ) from error
-        connected()
+    calls = BoundedCalls()
+
+    def leave() -> None:
+        if not calls.finishes_within(LEAVE_LIMIT_S, ray.shutdown):
+            # The interpreter's end must not wait either.
+            atexit.unregister(ray.shutdown)
+        calls.close()
+
+    with keeping_signal_handlers(leave) as joined:
+        _join(calls, address)
+        joined()
         yield
+
+
+def _join(calls: BoundedCalls, address: str) -> None:
+    def join() -> None:
+        ray.init(
+            address=address, log_to_driver=False, configure_logging=False, namespace="miles", ignore_reinit_error=False
+        )
+
+    import ray
+
+    reason, cause = f"no answer for {JOIN_LIMIT_S:g} s", None
+    try:
+        if calls.finishes_within(JOIN_LIMIT_S, join):
+            return
+    except Exception as error:
+        reason, cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__, error
+    raise ClusterError(
+        f"cluster.address {address}: {reason}; start the command on a node of the cluster, with the settings "
+        "(RAY_AUTH_MODE, RAY_AUTH_TOKEN) that it was started with"
+    ) from cause
 
 
 def _knock(address: str) -> None:

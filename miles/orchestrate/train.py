@@ -26,7 +26,6 @@ from miles.observe.reward_report import LOSS, MEAN_OVER, REWARD, write_reward_re
 from miles.observe.samples_log import SamplesLog
 from miles.observe.trackers.feed import Trackers
 from miles.orchestrate.actor_group import ActorGroup, running_actors
-from miles.orchestrate.cluster import announce_stop
 from miles.orchestrate.errors import ExpectationMissed
 from miles.orchestrate.event_loop import run_to_end
 from miles.orchestrate.gradient_watch import GradientWatch
@@ -40,6 +39,7 @@ from miles.orchestrate.run_result import RunResult
 from miles.orchestrate.schedule import schedule_config
 from miles.orchestrate.sources import Surroundings, engine_answers, given_answers
 from miles.orchestrate.startable import check_start
+from miles.orchestrate.sweeper_handle import announce_stop, marked
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
 from miles.recipe.schema import settings
@@ -112,6 +112,7 @@ def train_phase(
             tokenizer = Tokenizer(model_dir)
             progress.stage("starting Ray")
             with (
+                marked(),
                 # Worker processes of rewards start beside Ray's.
                 contextlib.nullcontext() if recipe.supervised else started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,

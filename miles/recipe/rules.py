@@ -200,6 +200,16 @@ def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         yield Finding("REWARD", "error", message, fix)
 
 
+def _rollout_code(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    """Functions that a rollout calls; a reward whose failures are masked may fail."""
+    from miles.recipe import own_code_rules
+
+    for fault in own_code_rules.faults(recipe, facts.prompts.training):
+        message, _, fix = fault.partition("; ")
+        masked = fault.startswith("rollout.reward:") and recipe.rollout.reward.on_error == "mask"
+        yield Finding("ROLLOUT-CODE", "warning" if masked else "error", message, fix)
+
+
 def _prompts(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del recipe
     for note in facts.prompts.notes:
@@ -348,6 +358,7 @@ RULES: tuple[Rule, ...] = (
     Rule("TOKENIZER", "Prompts are encoded whole, and an answer ends at every token that a file names.", _tokenizer),
     Rule("PROMPTS", "A prompt that is left out, cut or both trained and held out is told before the run.", _prompts),
     Rule("REWARD", "A reward that cannot be made would stop the run at its first answer.", _reward),
+    Rule("ROLLOUT-CODE", "A function of your own that fails would stop the run at its first group.", _rollout_code),
     Rule("NVFP4-CONTRACT", "Trainer and engine must round routed experts by one contract.", _quantisation),
     Rule("FUSED", "A fused loss has kernels for some algorithms on unsplit logits only.", _fused),
     Rule("DTYPE", "Trainer and engine that compute in different dtypes give one token two log-probs.", _dtypes),

@@ -20,11 +20,11 @@ from miles.rollout.config import RolloutConfig
 from miles.rollout.engine import Engine
 from miles.rollout.errors import RolloutError
 from miles.rollout.filters import FilterChain
-from miles.rollout.generate import GenerateFn, single_turn
+from miles.rollout.generate import GenerateFn, TextCodec
 from miles.rollout.groups import GroupRunner, Prompts
 from miles.rollout.metrics import oldest_version, rollout_metrics
 from miles.rollout.protocol import RolloutBatch
-from miles.rollout.rewards import Decoder, RewardPool
+from miles.rollout.rewards import RewardPool
 
 MAX_ATTEMPTS = 64
 
@@ -59,10 +59,10 @@ class AsyncRollout:
         config: RolloutConfig,
         client: Engine,
         prompts: Prompts,
-        decoder: Decoder,
+        tokenizer: TextCodec,
         *,
         run_seed: int,
-        generate: GenerateFn = single_turn,
+        generate: GenerateFn | None = None,
         rewards: RewardPool | None = None,
     ) -> None:
         if config.over_sampling != 1.0:
@@ -75,7 +75,7 @@ class AsyncRollout:
         self.trained_version = 0
         self._prompts = prompts
         self._runner = GroupRunner(
-            config, client, prompts, decoder, run_seed=run_seed, generate=generate, rewards=rewards
+            config, client, prompts, tokenizer, run_seed=run_seed, generate=generate, rewards=rewards
         )
         self._filters = FilterChain(config.filters, starvation_limit=config.starvation_limit)
         self._submitted = 0  # numbers given out and not given back

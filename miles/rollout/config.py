@@ -6,9 +6,9 @@ import ipaddress
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from miles.config import StrictModel
+from miles.config import StrictModel, user_code
 from miles.quant.config import NVFP4Options
 from miles.rollout.rewards import RewardConfig
 
@@ -43,7 +43,16 @@ class RewardRangeFilter(StrictModel):
         return self
 
 
-FilterConfig = Annotated[NonzeroStdFilter | NoAbortedFilter | RewardRangeFilter, Field(discriminator="kind")]
+class UserFilter(StrictModel):
+    """A function of the user's own, `(group: list[Sample]) -> bool`; False refuses the group."""
+
+    kind: Literal["python"]
+    path: Annotated[str, AfterValidator(user_code.full_reference)]
+
+
+FilterConfig = Annotated[
+    NonzeroStdFilter | NoAbortedFilter | RewardRangeFilter | UserFilter, Field(discriminator="kind")
+]
 
 
 class FiltersConfig(StrictModel):
@@ -92,6 +101,9 @@ class RolloutConfig(StrictModel):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     ignore_eos: bool = False
     request_timeout_s: float = Field(600.0, gt=0)
+    # A function of the user's own that turns a prompt into an answer, in several turns for instance: an `async def`
+    # (ctx, sample, sampling) -> Sample or list of them; null: one request.
+    generate: Annotated[str, AfterValidator(user_code.full_reference)] | None = None
     reward: RewardConfig = RewardConfig()
     filters: FiltersConfig = FiltersConfig()
 
@@ -119,6 +131,11 @@ class RolloutConfig(StrictModel):
             raise ValueError(
                 "rollout.reward.length_normalised compares the answers of a group, and rollout.group_size is 1; raise "
                 "rollout.group_size, or use rollout.reward.overlong"
+            )
+        if self.generate is not None and self.partial:
+            raise ValueError(
+                "rollout.partial continues an aborted answer token by token, and rollout.generate decides by itself what "
+                "comes next; set rollout.partial to false, or remove rollout.generate"
             )
         if self.top_k == 0:
             raise ValueError("rollout.top_k is 0, which allows no token; use -1 for no limit")

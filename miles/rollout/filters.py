@@ -12,9 +12,9 @@ from functools import partial
 
 import numpy as np
 
-from miles.config import ConfigError
+from miles.config import ConfigError, user_code
 from miles.data.sample import Sample
-from miles.rollout.config import FilterConfig, FiltersConfig, NoAbortedFilter, NonzeroStdFilter
+from miles.rollout.config import FilterConfig, FiltersConfig, NoAbortedFilter, NonzeroStdFilter, UserFilter
 from miles.rollout.errors import RolloutStarved
 
 ZERO_SPREAD = 1e-8
@@ -77,11 +77,29 @@ def reward_range(lo: float, hi: float) -> GroupFilter:
     return check
 
 
+def user_filter(path: str) -> GroupFilter:
+    """The user's `(group) -> bool`; a refusal is counted under the function's name. `ConfigError` when it fails."""
+    option = "rollout.filters.chain"
+    function = user_code.load(path, option=option, parameters=("group",))
+    refused = Keep(False, path.rpartition(":")[2])
+
+    def check(group: Sequence[Sample]) -> Keep:
+        with user_code.running(path, option=option):
+            keep = function(list(group))
+        if not isinstance(keep, (bool, np.bool_)):
+            raise ConfigError(f"{option}: {path} returned {keep!r:.60}; return True to keep the group, or False")
+        return KEPT if keep else refused
+
+    return check
+
+
 def build_filter(config: FilterConfig) -> GroupFilter:
     if isinstance(config, NonzeroStdFilter):
         return partial(check_reward_nonzero_std, part=config.part)
     if isinstance(config, NoAbortedFilter):
         return check_no_aborted
+    if isinstance(config, UserFilter):
+        return user_filter(config.path)
     return reward_range(config.lo, config.hi)
 
 

@@ -1,6 +1,7 @@
 """From a pending `Sample` to a finished one: what asks the engine. Rewards come later.
 
-`GenerateFn(ctx, sample, sampling) -> Sample | list[Sample]` is the seam for multi-turn and agent rollouts. A function
+`GenerateFn(ctx, sample, sampling) -> Sample | list[Sample]` is the seam for multi-turn and agent rollouts, and
+`rollout.generate` of a recipe names one; `miles.rollout.turns` has the two moves it is made of. A function
 may carry a `group` attribute, `(ctx, samples, sampling) -> list[Sample]`, that does a whole group in one await, and
 `waits_for_version = True` when it passes `ctx.min_weight_version` on, so that its requests may be sent early.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +28,14 @@ SHORT_RESPONSE = 64
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
+class TextCodec(Protocol):
+    """What a rollout needs of a tokenizer."""
+
+    def encode(self, text: str) -> np.ndarray: ...
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
+    def decode_batch(self, rows: Sequence[Any]) -> list[str]: ...
+
+
 @dataclass(frozen=True)
 class GenerateContext:
     """What a generate function may use. `max_context` bounds prompt plus response."""
@@ -34,6 +44,7 @@ class GenerateContext:
     config: RolloutConfig
     max_context: int
     seeds: dict[str, int]  # sample_id -> sampling seed
+    tokenizer: TextCodec
     min_weight_version: int = 0  # to be passed on with every request
 
     def sampling(self) -> SamplingParams:

@@ -11,8 +11,9 @@ from miles.data.sample import Sample, Status, validate_sample
 from miles.rollout.config import RolloutConfig
 from miles.rollout.engine import Engine
 from miles.rollout.errors import EngineReplyError, RolloutError
-from miles.rollout.generate import GenerateContext, GenerateFn, group_seeds, pending_group, single_turn
-from miles.rollout.rewards import Decoder, RewardContext, RewardPool, build_reward, shape_rewards
+from miles.rollout.generate import GenerateContext, GenerateFn, TextCodec, group_seeds, pending_group
+from miles.rollout.own_generate import generate_function
+from miles.rollout.rewards import RewardContext, RewardPool, build_reward, shape_rewards
 
 # How often a partial response may be aborted and continued before the run gives up.
 MAX_CONTINUATIONS = 64
@@ -28,17 +29,17 @@ class Prompts(Protocol):
 
 
 class GroupRunner:
-    """Generates and judges groups. `generate` is the seam for multi-turn and agent rollouts."""
+    """Generates and judges groups. `generate`: instead of what `rollout.generate` names."""
 
     def __init__(
         self,
         config: RolloutConfig,
         engine: Engine,
         prompts: Prompts,
-        decoder: Decoder,
+        tokenizer: TextCodec,
         *,
         run_seed: int,
-        generate: GenerateFn = single_turn,
+        generate: GenerateFn | None = None,
         rewards: RewardPool | None = None,
     ) -> None:
         self.config = config
@@ -47,11 +48,12 @@ class GroupRunner:
         self._owns_rewards = rewards is None
         if rewards is None:
             data = prompts.config if isinstance(prompts, PromptSource) else None
-            rewards = RewardPool(config.reward, build_reward(config.reward, data, seed=run_seed), decoder)
+            rewards = RewardPool(config.reward, build_reward(config.reward, data, seed=run_seed), tokenizer)
         self.rewards = rewards
         self._prompts = prompts
         self._run_seed = run_seed
-        self._generate = generate
+        self._tokenizer = tokenizer
+        self._generate = generate or generate_function(config)
 
     def close(self) -> None:
         if self._owns_rewards:
@@ -77,6 +79,7 @@ class GroupRunner:
             max_context=min(bounds) if bounds else len(prompt.input_ids) + config.max_new_tokens,
             seeds=group_seeds(prompt, config, run_seed=self._run_seed, attempt=attempt),
             min_weight_version=min_weight_version,
+            tokenizer=self._tokenizer,
         )
         samples = await self._generated(ctx, pending_group(prompt, config))
         if config.partial:

@@ -21,11 +21,11 @@ from miles.rollout.config import RolloutConfig
 from miles.rollout.engine import Engine
 from miles.rollout.errors import RolloutError, RolloutStarved
 from miles.rollout.filters import FilterChain
-from miles.rollout.generate import GenerateFn, single_turn
+from miles.rollout.generate import GenerateFn, TextCodec
 from miles.rollout.groups import GroupRunner, Prompts, check_versions
 from miles.rollout.metrics import oldest_version, rollout_metrics
 from miles.rollout.protocol import RolloutBatch
-from miles.rollout.rewards import Decoder, RewardPool
+from miles.rollout.rewards import RewardPool
 
 
 class SyncRollout:
@@ -39,10 +39,10 @@ class SyncRollout:
         config: RolloutConfig,
         client: Engine,
         prompts: Prompts,
-        decoder: Decoder,
+        tokenizer: TextCodec,
         *,
         run_seed: int,
-        generate: GenerateFn = single_turn,
+        generate: GenerateFn | None = None,
         rewards: RewardPool | None = None,
     ) -> None:
         if config.max_staleness:
@@ -53,7 +53,7 @@ class SyncRollout:
         self._config = config
         self._prompts = prompts
         self._runner = GroupRunner(
-            config, client, prompts, decoder, run_seed=run_seed, generate=generate, rewards=rewards
+            config, client, prompts, tokenizer, run_seed=run_seed, generate=generate, rewards=rewards
         )
         self._filters = FilterChain(config.filters, starvation_limit=config.starvation_limit)
         self._version: int | None = None

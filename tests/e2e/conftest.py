@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fast/miles/observe/helpers")
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN_LIMIT_S = 120
+RUN_LIMIT_S = 300
 # Metrics that time decides; everything else in a row must repeat exactly. How many prompt tokens were found in the
 # cache depends on which requests were in the engine together.
 TIMED = ("time/", "rollout/tokens_per_s", "rollout/prefix_cached_frac")

@@ -70,3 +70,40 @@ def test_an_exported_model_is_a_model_to_start_from(runs, tmp_path):
     follow("docs/guide/bring-your-model.md", tmp_path, runs)
     first, second = rows(tmp_path, "first"), rows(tmp_path, "second")
     assert second[0]["rollout/reward_mean"] >= 0.9 > first[0]["rollout/reward_mean"]
+
+
+@pytest.mark.timeout(400)
+def test_a_run_is_evaluated_and_its_best_model_kept(runs, tmp_path):
+    said = follow("docs/guide/evaluation.md", tmp_path, runs)
+    assert said[0].startswith("evaluated: reward 0.")
+    found = [row["eval/drawn/pass_at_4"] for row in rows(tmp_path, "evaluated") if "eval/drawn/pass_at_4" in row]
+    assert len(found) == 11
+    assert found[-1] >= 0.9 > found[0]
+    (best,) = (tmp_path / "runs" / "evaluated" / "best").iterdir()
+    assert {path.name for path in best.iterdir()} == {"best.json", "checkpoints", "hf_model"}
+
+
+def test_recipe_and_program_of_the_guides_are_whole(runs, tmp_path):
+    from miles.recipe import load
+    from miles.recipe.rules import check_or_raise
+
+    (recipe,) = (f for f in read_page(ROOT / "docs/guide/evaluation.md").fences if f.language == "yaml")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "quickstart.yaml").symlink_to(ROOT / "recipes" / "quickstart.yaml")
+    (tmp_path / "recipes" / "mine.yaml").write_text("\n".join(recipe.lines))
+    assert [finding.rule for finding in check_or_raise(load(tmp_path / "recipes" / "mine.yaml"))] == ["VALIDATION"]
+    (program,) = (f for f in read_page(ROOT / "docs/guide/from-python.md").fences if f.language == "python")
+    (tmp_path / "program.py").write_text("\n".join(program.lines))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(runs.temporary), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mine: reward 0." in done.stdout
+    assert (tmp_path / "runs" / "mine" / "hf_model" / "config.json").is_file()

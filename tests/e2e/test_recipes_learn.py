@@ -11,6 +11,7 @@ from miles_ci.declare import register_cpu_ci
 register_cpu_ci(est_time=300, suite="stage-b-cpu", nightly=True, timeout=1800)
 
 RECIPES = sorted(path.name for path in Path(__file__).resolve().parents[2].glob("recipes/quickstart*.yaml"))
+RECIPES.append("calculator.yaml")
 
 
 @pytest.mark.timeout(300)

@@ -5,4 +5,4 @@ that follows `metrics.jsonl`: there is no queue to fill, the driver writes one b
 One that fails is told once and tried again; one that hangs is left when the run ends.
 """
 
-__all__ = ["feed", "follower"]
+__all__ = ["feed"]

@@ -5,13 +5,12 @@ the event loop, awaited there, or in worker processes that can be killed (`miles
 """
 
 from miles.rollout.rewards.config import RewardConfig
-from miles.rollout.rewards.function import Decoder, RewardContext, RewardFn, WorkerCall
+from miles.rollout.rewards.function import RewardContext, RewardFn, WorkerCall
 from miles.rollout.rewards.kinds import build_reward, give
 from miles.rollout.rewards.pool import RewardPool
 from miles.rollout.rewards.shaping import shape_rewards
 
 __all__ = [
-    "Decoder",
     "RewardConfig",
     "RewardContext",
     "RewardFn",

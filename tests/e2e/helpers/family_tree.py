@@ -29,22 +29,23 @@ def alive(processes: list[psutil.Process]) -> list[str]:
 
 
 def kinds(processes: list[psutil.Process]) -> dict[str, list[psutil.Process]]:
-    """By what they are: Ray's daemons and agents, trainers, engines, reward workers, the sweeper."""
+    """By what they are: Ray's daemons and agents, trainers, engines, the server of reward workers and those, the sweeper."""
     marks = {
         "raylet": "raylet/raylet", "gcs": "gcs_server", "monitor": "monitor.py", "dashboard": "dashboard.py",
         "log monitor": "log_monitor.py", "dashboard agent": "ray::DashboardAgent", "environment agent": "ray::RuntimeEnvAgent",
         "trainer": "TrainWorker", "engine actor": "EngineActor", "engine": "miles.rollout.engines.embedded",
-        "idle worker": "ray::IDLE", "rewards": "reward_worker", "sweeper": "sweeper.py",
+        "idle worker": "ray::IDLE", "reward server": "reward_worker", "sweeper": "sweeper.py",
     }  # fmt: skip
     found: dict[str, list[psutil.Process]] = {}
     for process in processes:
         try:
             words = " ".join(process.cmdline())
-        except psutil.Error:
+            copied = process.parent() in processes and process.parent().cmdline() == process.cmdline()
+        except (psutil.Error, AttributeError):
             continue
         for kind, mark in marks.items():
             if mark in words and not (kind in ("monitor", "dashboard") and "log_monitor.py" in words):
-                found.setdefault(kind, []).append(process)
+                found.setdefault("reward worker" if copied and kind == "reward server" else kind, []).append(process)
                 break
     return found
 

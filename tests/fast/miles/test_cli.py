@@ -136,3 +136,15 @@ def test_help_is_there_before_any_heavy_library(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "train" in done.stdout
     assert "LOADED []" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_polite_stop_interrupts_also_what_a_script_started_in_the_background(deaf: bool) -> None:
+    code = "import os, signal, time\nfrom miles.cli import _end_as_interrupted\n"
+    code += "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if deaf else ""
+    code += "_end_as_interrupted()\ntry:\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(20)\n"
+    code += "except KeyboardInterrupt:\n    print('interrupted')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.stdout == "interrupted\n", done.stderr

@@ -123,6 +123,11 @@ def test_a_serial_test_takes_the_whole_runner_when_shards_are_filled(jobs, shard
     assert divide(jobs, width=2, shards=shards).loads == loads
 
 
+def test_the_ratio_compares_with_the_bound_and_is_1_for_nothing() -> None:
+    assert divide(units([5, 4, 3]), width=1, shards=2).ratio == 7 / 6
+    assert divide([], width=1, shards=2).ratio == divide(units([0]), width=1, shards=1).ratio == 1.0
+
+
 @pytest.mark.parametrize(("sizes", "shards"), [((0, 0, 0), 3), ((0, 0, 0, 0), 3), ((9, 0, 0), 3), ((0,), 2)])
 def test_tests_that_take_no_time_leave_no_shard_empty(sizes: tuple[int, ...], shards: int) -> None:
     found = divide(units(sizes), width=1, shards=shards)

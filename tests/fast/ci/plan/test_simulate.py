@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from miles_ci.errors import UsageError
@@ -105,3 +107,27 @@ def test_percentiles_are_observed_values() -> None:
 def test_a_senseless_load_names_the_one_option_that_is_wrong(fields: dict, message: str) -> None:
     with pytest.raises(UsageError, match=f"^{message}$"):
         simulate(FLEET, lambda cadence, labels: plan(cadence, 1), Load(**fields))
+
+
+def test_demands_are_the_gpu_shards_and_wait_for_the_longest_cpu_shard_of_what_they_need() -> None:
+    gpu = plan("regular", 600, shards=2)
+    cpu = Shard("stage-a-cpu", 1, 1, "cpu", "cpu", None, ("ubuntu-24.04",), 2, 9000, 600, ())
+    suite = FLEET.suites["stage-c-8-gpu-h200"]
+    about = SuitePlan(suite.needs or "", "cpu", 1, 1, None, 150_000, 100_000, 1.0, 420_000, 120_000, ())
+    mixed = replace(gpu, shards=(cpu, *gpu.shards), suites=(about, gpu.suites[1]))
+    found = demands(mixed, FLEET)
+    assert [(item.suite, item.pool, item.gpus) for item in found] == [("stage-c-8-gpu-h200", "h200-8gpu", 8)] * 2
+    assert {(item.delay_s, item.service_s) for item in found} == {(270.0, suite.setup_seconds + 600.0)}
+    assert {item.delay_s for item in demands(replace(mixed, suites=(replace(about, shards=0),)), FLEET)} == {0.0}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"arrivals_per_hour": 0.0}, {"hours": 0.001}, {"hours": 10_000.0, "arrivals_per_hour": 0.0},
+        {"seeds": 1}, {"seeds": 1000, "hours": 0.01}, {"label_share": 0.0}, {"label_share": 1.0},
+    ],
+)  # fmt: skip
+def test_the_borders_of_every_range_belong_to_it(fields: dict) -> None:
+    load = Load(**{"arrivals_per_hour": 0.5, "hours": 2.0, "seeds": 1, "label_share": 0.1, **fields})
+    assert simulate(FLEET, lambda cadence, labels: plan(cadence, 60), load).load == load

@@ -58,6 +58,58 @@ def test_every_failing_test_is_named_once_and_grouped_by_signature() -> None:
     assert not report.ok
 
 
+def test_outcomes_are_counted_and_left_processes_named() -> None:
+    seen = shard("s", 1, case("a"), case("b", leaked=2), failing("c", "x", "sig"), case("d", "unstable_failed"))
+    report = analyse([seen, shard("s", 2, case("e"))])
+    assert report.counts == {"passed": 3, "failed": 1, "unstable_failed": 1}
+    assert (report.leaked, report.unstable) == (("s: b (2 processes)",), ("s: d",))
+    assert [test.node for test in report.failed] == ["c::test_x"]
+
+
+def test_analyse_itself_refuses_to_report_less_than_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_ci.report.analyse.failed_tests", lambda shard: [])
+    with pytest.raises(AnalysisError, match=r"missing \[\('s', '1/9', 'tests/a.py::test_x'\)\]"):
+        analyse([shard("s", 1, failing("tests/a.py", "x", "sig"))])
+
+
+def test_a_default_analysis_is_the_first_line_or_the_outcome() -> None:
+    tests = [failing("a", "first\nsecond\nthird", "s1"), failing("b", "  \n", "s2"), failing("c", "x" * 400, "s3")]
+    report = analyse([shard("s", 1, *tests), shard("s", 2, failing("d", "other", "s4"))])
+    assert [item.reason for item in default_analyses(report, "s", "1/9")] == ["first", "failed", "x" * 280]
+
+
+@pytest.mark.parametrize(("jobs", "tests"), [(1, 1), (2, 1), (3, 9)])
+def test_a_row_of_the_lark_card_counts_jobs_and_hidden_tests(jobs: int, tests: int) -> None:
+    rows = [job(f"j{n}", *[analysis(f"j{n}", "boom", f"t{k}") for k in range(tests)]) for n in range(jobs)]
+    (group,) = group_rows(rows)
+    text = lark._group(group, lark.Shape(tests=2))["content"]
+    assert text.startswith(f"**{jobs} x** ") == (jobs > 1)
+    hidden = len(group.analyses) - 2
+    assert text.endswith(f"- … and {hidden} more tests") == (hidden > 0)
+    one_link = lark._group(group, lark.Shape(links=1))["content"]
+    assert (f" … and {jobs - 1} more jobs" in one_link) == (jobs > 1)
+
+
+def test_a_comment_keeps_every_block_that_fits() -> None:
+    """Down from the whole text by one character each time: never more than the limit, never a block less than fits."""
+    report = Report({"passed": 3}, (), never_executed=("a", "b"), faults=("c",), leaked=("d",), flaky=("e",))
+    card = card_of(report)
+    whole = pr_comment.render(card)
+    note = "… (shortened: see the run)"
+    parts = pr_comment.blocks(card)
+    assert len(parts) > 3
+    for limit in range(len(whole), len(parts[0]) + len(note) + 2, -1):
+        text = pr_comment.render(card, limit=limit)
+        if limit == len(whole):
+            assert text == whole
+            continue
+        kept = [part for part in parts if part in text]
+        assert text == "\n".join([*kept, note])
+        assert len(text) <= limit
+        assert kept == parts[: len(kept)]
+        assert len("\n".join([*parts[: len(kept) + 1], note])) > limit
+
+
 def test_a_report_that_drops_or_invents_a_test_is_an_error() -> None:
     seen = [shard("s", 1, failing("tests/a.py", "x", "sig"))]
     with pytest.raises(AnalysisError, match="missing"):

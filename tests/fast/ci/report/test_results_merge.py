@@ -249,6 +249,20 @@ def test_summary_tells_what_blocks_what_leaked_and_the_code():
     assert "exit code 3" in text
 
 
+def test_what_was_not_judged_is_shown_as_far_as_it_was_seen():
+    failure = FailureRecord("tests/fast/test_b.py::test_b", "E", "first\nsecond", "0" * 16)
+    shard = shard_of(PLAN, 1, [passed("a")])
+    shard.provisional["b"] = Provisional(
+        "b", "tests/fast/test_b.py", {"failed": 1, "passed": 2, "error": 0}, (failure,)
+    )
+    shard.provisional["c"] = Provisional("c", "tests/fast/test_c.py", {}, ())
+    assert "PROVISIONAL" not in summary([shard])
+    shard.status = "running"
+    text = summary([shard]).splitlines()
+    assert "PROVISIONAL  b: 1 failed, 2 passed, not judged; tests/fast/test_b.py::test_b: E: first" in text
+    assert "PROVISIONAL  c: no test, not judged" in text
+
+
 def test_slowest_files_are_listed_as_many_as_are_asked_for():
     tests = [passed(name, attempts=(Attempt(1, "passed", float(n)),)) for n, name in enumerate("abcdef")]
     lines = summary([shard_of(PLAN, 1, tests)], slowest=2).splitlines()

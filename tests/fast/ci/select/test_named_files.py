@@ -24,6 +24,7 @@ MADE_UP = {
     ("tests/fast/ci/select/test_affected.py", "docs/README.md"),
     ("tests/fast/ci/test_no_project_word.py", "README.md"),
     ("tests/fast/ci/workflows/test_patches_edits_images.py", "README.md"),
+    ("tests/fast/miles/data/tasks/test_row_sources.py", "README.md"),
     ("tests/fast/miles/orchestrate/test_input_record.py", "README.md"),
 }
 

@@ -60,6 +60,21 @@ def test_fused_equals_step_objective_in_loss_gradient_and_metrics(make_samples, 
         assert others[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
 
+def test_the_second_clip_binds_where_a_ratio_is_far_above_it(make_samples):
+    """Bad tokens that became much more likely: the loss of each is at most c times its advantage."""
+    losses = {}
+    for c in (1.5, 1e6):
+        config = AlgoConfig(loss="dual_clip", dual_clip_c=c)
+        logits, batch = problem(make_samples, config)
+        with torch.no_grad():
+            logits[torch.arange(len(batch.target_ids)), batch.target_ids] += 6.0
+        log_probs = vocab_parallel_scores(logits, batch.target_ids, vocab_size=VOCAB)[0]
+        expected, _ = step_objective(log_probs, batch, config)
+        losses[c], _ = fused_objective(logits * 1.0, batch, config, vocab_size=VOCAB)
+        torch.testing.assert_close(losses[c], expected, rtol=1e-5, atol=1e-6)
+    assert losses[1.5] < losses[1e6] - 0.1
+
+
 def test_on_policy_needs_no_old_log_probs(make_samples):
     config = AlgoConfig()
     logits, batch = problem(make_samples, config, on_policy=True)

@@ -48,10 +48,11 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["python:", "python:json", "python:json:", "python:a-b:f", "python::f", "python:j.py:", "python:a:b:c"]
+    "text",
+    ["python:", "python:json", "python:json:", "python:a-b:f", "python::f", "python:j.py:", "python:a:b:c", "a:b:c"],
 )
 def test_what_names_no_function_is_refused_with_both_forms(text):
-    with pytest.raises(ConfigError, match=r"o: .* names no function; write it as python:package.module:function or"):
+    with pytest.raises(ConfigError, match=r"o: .* names no function; write it as path/to/file.py:function or"):
         user_code.load(text, option="o", parameters=ONE)
 
 
@@ -136,3 +137,50 @@ def test_the_file_behind_a_module_is_found_without_importing_it(tmp_path, monkey
     assert user_code.source_files(["python:never_imported:f"]) == [tmp_path / "never_imported.py"]
     assert "never_imported" not in sys.modules
     assert user_code.source_files(["python:no_such_thing:f", "python:sys:exit"]) == []
+
+
+def package_beside(folder: Path) -> None:
+    package = folder / "beside"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "numbers.py").write_text("from . import scale\ndef value(inputs):\n    return scale.BY * inputs\n")
+    (package / "scale.py").write_text("BY = 3\n")
+
+
+def test_a_module_beside_the_recipe_is_its_file_with_or_without_the_prefix(tmp_path):
+    package_beside(tmp_path)
+    (tmp_path / "plain.py").write_text("")
+    texts = ["beside.numbers:value", "python:beside.numbers:value", "plain:f", "json:loads", "beside.gone:f", "a b:c"]
+    found = user_code.with_absolute_files(texts, tmp_path)
+    assert found[:3] == [f"python:{tmp_path}/beside/numbers.py:value"] * 2 + [f"python:{tmp_path}/plain.py:f"]
+    assert found[3:] == texts[3:]
+
+
+def test_a_file_of_a_package_keeps_its_relative_imports(tmp_path):
+    package_beside(tmp_path)
+    value = user_code.load(f"python:{tmp_path}/beside/numbers.py:value", option="o", parameters=ONE)
+    assert (value(2), value.__module__) == (6, "beside.numbers")
+
+
+def test_a_package_name_that_is_taken_is_refused(tmp_path):
+    (tmp_path / "json").mkdir()
+    for name in ("__init__.py", "decoder.py"):
+        (tmp_path / "json" / name).write_text("def f(inputs): ...\n")
+    with pytest.raises(ConfigError, match=r"json\.decoder is .* already; give the package another name"):
+        user_code.load(f"python:{tmp_path}/json/decoder.py:f", option="o", parameters=ONE)
+
+
+def test_a_file_imports_those_beside_it_after_what_is_installed(tmp_path):
+    (tmp_path / "only_here_7.py").write_text("VALUE = 7\n")
+    (tmp_path / "yaml.py").write_text("raise RuntimeError('shadowed')\n")
+    reference = written(tmp_path, "import only_here_7, yaml\ndef f(inputs):\n    return only_here_7.VALUE\n")
+    assert user_code.load(f"{reference}:f", option="o", parameters=ONE)(None) == 7
+
+
+def test_one_full_form_for_what_options_hold():
+    assert user_code.full_reference("a.b:f") == user_code.full_reference("python:a.b:f") == "python:a.b:f"
+    assert user_code.reference("grpo") == "grpo"
+    assert user_code.is_reference("a.b:f")
+    assert not user_code.is_reference("grpo")
+    with pytest.raises(ValueError, match="names no function"):
+        user_code.full_reference("grpo")

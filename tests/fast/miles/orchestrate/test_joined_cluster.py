@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -109,6 +111,34 @@ def test_a_cluster_that_does_not_take_the_driver_says_why(ray, monkeypatch) -> N
     with pytest.raises(ClusterError, match=r"cluster\.address head:6379: wrong token; start the command on a node of"):
         with joined_cluster("head:6379"):
             pytest.fail("nothing was joined")
+
+
+def test_a_joined_cluster_keeps_no_handlers(ray, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_knock", lambda address: None)
+
+    @contextlib.contextmanager
+    def keeping(*stops):
+        yield lambda: ray.calls.append("handlers are back")
+
+    monkeypatch.setattr(module, "keeping_signal_handlers", keeping)
+    with joined_cluster("head:6379"):
+        assert ray.calls[1:] == ["handlers are back"]
+
+
+def test_a_cluster_that_answers_nothing_is_neither_joined_nor_left_for_ever(ray, monkeypatch) -> None:
+    for name, value in (("_knock", lambda address: None), ("JOIN_LIMIT_S", 0.1), ("LEAVE_LIMIT_S", 0.1)):
+        monkeypatch.setattr(module, name, value)
+    release, unregistered = threading.Event(), []
+    monkeypatch.setattr(module.atexit, "unregister", unregistered.append)
+    ray.shutdown = lambda: release.wait(60)
+    with joined_cluster("head:6379"):
+        pass
+    assert unregistered == [ray.shutdown]
+    ray.init = lambda **_: release.wait(60)
+    with pytest.raises(ClusterError, match=r"cluster\.address head:6379: no answer for 0\.1 s; start the command"):
+        with joined_cluster("head:6379"):
+            pytest.fail("nothing was joined")
+    release.set()
 
 
 def test_living_nodes_are_read_with_all_they_have_or_with_what_is_free(ray) -> None:

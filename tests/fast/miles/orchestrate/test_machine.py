@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import io
 import os
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from miles.orchestrate.doctor import abilities
 from miles.orchestrate.errors import RunError
 from miles.orchestrate.placement import ClusterFacts, NodeFacts
 from miles.orchestrate.process_mark import VARIABLE
+from miles.orchestrate.stop_signals import STOP_SIGNALS
 
 CORE = {"torch": "2", "ray": "2", "megatron-core": "0.16", "safetensors": "0.8"}
 
@@ -160,24 +163,68 @@ def test_a_cluster_that_does_not_start_says_why_with_the_daemons_last_words(
     assert list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")) == []
 
 
-def test_ray_does_not_keep_the_signal_handlers_it_takes(fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def take(**_: Any) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
-
-    monkeypatch.setattr(sys.modules["ray"], "init", take)
-    before = {number: signal.getsignal(number) for number in cluster.STOP_SIGNALS}
-    with local_cluster(cpus=1):
-        assert {number: signal.getsignal(number) for number in cluster.STOP_SIGNALS} == before
-    assert {number: signal.getsignal(number) for number in cluster.STOP_SIGNALS} == before
-
-
-def test_a_stop_signal_while_ray_starts_is_an_interruption(
+def test_ray_lives_in_one_thread_that_stays_as_long_as_the_cluster(
     fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["ray"], "init", lambda **_: sys.exit(15))
+    """Linux kills the daemons with the thread that started them."""
+    threads: list[threading.Thread] = []
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(sys.modules["ray"], name, lambda **_: threads.append(threading.current_thread()))
+    with local_cluster(cpus=1):
+        assert threads[0].is_alive()
+        assert threads[0] is not threading.main_thread()
+    assert threads == [threads[0]] * 2
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+
+
+SIGTERM_ENDS_IT = ctypes.CDLL(None).signal
+SIGTERM_ENDS_IT.argtypes, SIGTERM_ENDS_IT.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+
+
+def test_ray_does_not_keep_the_signal_that_it_takes_behind_pythons_back(fake_ray: list[Any], monkeypatch) -> None:
+    got: list[int] = []
+    # As its core worker: the default action (0), set in C.
+    monkeypatch.setattr(sys.modules["ray"], "init", lambda **_: SIGTERM_ENDS_IT(signal.SIGTERM, 0))
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        with local_cluster(cpus=1):
+            signal.raise_signal(signal.SIGTERM)
+            assert got == [signal.SIGTERM]
+            assert {signal.getsignal(number) for number in STOP_SIGNALS} != {signal.SIG_IGN}
+        signal.raise_signal(signal.SIGTERM)
+        assert got == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_stop_signal_while_ray_hangs_in_its_start_is_an_interruption(
+    fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(**_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    monkeypatch.setattr(sys.modules["ray"], "init", hang)
+    monkeypatch.setattr(cluster, "SHUTDOWN_WAIT_S", 0.2)
+    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         with local_cluster(cpus=1):
             pass
+    assert time.monotonic() - started < 30
+    assert list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")) == []
+
+
+def test_a_start_that_never_returns_is_given_up(fake_ray: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["ray"], "init", lambda **_: time.sleep(60))
+    monkeypatch.setattr(cluster, "START_LIMIT_S", 0.2)
+    monkeypatch.setattr(cluster, "SHUTDOWN_WAIT_S", 0.2)
+    with pytest.raises(RunError, match=r"did not start: nothing answered for 0\.2 s; this machine is"):
+        with local_cluster(cpus=1):
+            pass
+
+
+def test_a_ray_that_ends_the_process_in_its_start_is_an_error(fake_ray: list[Any], monkeypatch) -> None:
     monkeypatch.setattr(sys.modules["ray"], "init", lambda **_: sys.exit(1))
     with pytest.raises(RunError, match="did not start: Ray ended the process with 1"):
         with local_cluster(cpus=1):
@@ -244,6 +291,15 @@ def test_a_shutdown_that_waits_for_ever_is_not_waited_for(fake_ray: list[Any], m
     assert time.monotonic() - started < 20
     assert unregistered == [sys.modules["ray"].shutdown]
     assert not running.folder.exists()
+
+
+def test_a_shutdown_that_waits_for_a_process_of_the_run_is_helped(fake_ray: list[Any], monkeypatch) -> None:
+    monkeypatch.setattr(cluster.SweeperHandle, "stopping", lambda handle: child.kill())
+    monkeypatch.setattr(cluster, "SHUTDOWN_WAIT_S", 90)
+    with local_cluster(cpus=1):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        monkeypatch.setattr(sys.modules["ray"], "shutdown", lambda: fake_ray.append(child.wait()))
+    assert fake_ray[1:] == [-signal.SIGKILL]
 
 
 def test_the_start_waits_for_another_run_and_says_so(fake_ray: list[Any], tmp_path: Path) -> None:

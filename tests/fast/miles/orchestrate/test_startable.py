@@ -76,7 +76,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "model.create.heads": ("4", "6"),
     "model.create.dtype": ("float32", "bfloat16"),
     "quant.fake_qat": ("null", "nvfp4"),
-    "run.evaluate_prompts": ("0", "4"),
+    "eval.sets": ("[]", "[{name: held_out, prompts: 4}]"),
 }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def build_everything(recipe: Recipe, folder: Path) -> None:
     flops = flops_shape(read_hf_config(model_dir)) if recipe.data.balance == "flops" else None
     schedule_config(recipe, pad_id=tokenizer.pad_id, flops=flops)
     GradientWatch(recipe.algo, 10, print)
-    _build(recipe.engine, model_dir, 0)
+    _build(recipe.engine, model_dir, 0)._scheduler.stop()
 
 
 @st.composite

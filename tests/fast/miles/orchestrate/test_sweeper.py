@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -12,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from miles.orchestrate import sweeper_handle
 from miles.orchestrate.process_mark import VARIABLE
+from miles.orchestrate.sweeper_handle import announce_stop, marked, sweeping
 
 SWEEPER = Path(__file__).resolve().parents[4] / "miles" / "orchestrate" / "sweeper.py"
 SLEEP = "import time; time.sleep(120)"
@@ -101,28 +106,130 @@ def test_who_lost_mark_title_and_parent_is_ended_because_it_was_seen(tmp_path: P
     wait_until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_driver_that_is_stopping_too_long_loses_its_processes_but_not_itself(tmp_path: Path, started) -> None:
-    text = SWEEPER.read_text().replace("STOP_LIMIT_S = 15.0", "STOP_LIMIT_S = 1.0")
-    assert "STOP_LIMIT_S = 1.0" in text
-    (tmp_path / "sweeper.py").write_text(text)
-    (tmp_path / "process_mark.py").write_text(SWEEPER.with_name("process_mark.py").read_text())
-    stopped = started(sys.executable, "-c", SLEEP, env={**os.environ, VARIABLE: "m2"}, start_new_session=True)
+def quick_sweeper(folder: Path, **limits: float) -> Path:
+    """The program with other limits."""
+    text = SWEEPER.read_text()
+    for name, value in limits.items():
+        text, count = re.subn(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
+        assert count == 1
+    (folder / "sweeper.py").write_text(text)
+    (folder / "process_mark.py").write_text(SWEEPER.with_name("process_mark.py").read_text())
+    return folder / "sweeper.py"
+
+
+@pytest.mark.parametrize("said", [b"e", b"\x02", b"\x0f", b"\x01"])
+def test_a_driver_that_is_stopping_too_long_loses_its_processes_and_later_itself(
+    tmp_path: Path, started, said: bytes
+) -> None:
+    # Tests of other processes have others.
+    mark = secrets.token_hex(8)
+    program = quick_sweeper(tmp_path, STOP_LIMIT_S=1.0, DRIVER_LIMIT_S=2.0)
+    stopped = started(sys.executable, "-c", SLEEP, env={**os.environ, VARIABLE: mark}, start_new_session=True)
     stopped.send_signal(signal.SIGSTOP)
-    program = started(
-        sys.executable,
-        "-I",
-        str(tmp_path / "sweeper.py"),
-        "m2",
-        str(tmp_path / "none"),
-        str(os.getpid()),
-        stdin=subprocess.PIPE,
+    driver = (
+        "import os, subprocess, sys, time\n"
+        f"p = subprocess.Popen([sys.executable, '-I', {str(program)!r}, {mark!r}, {str(tmp_path / 'none')!r}, str(os.getpid())],"
+        " stdin=subprocess.PIPE)\n"
+        "time.sleep(1.5); p.stdin.write(b'x'); p.stdin.flush(); print('not yet', flush=True)\n"
+        "sys.stdin.readline()\n"
+        # Again and again, which makes the time no longer.
+        f"while True: p.stdin.write({said!r}); p.stdin.flush(); time.sleep(0.3)"
     )
+    process = started(
+        sys.executable, "-c", driver, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "not yet\n"
     with pytest.raises(subprocess.TimeoutExpired):
-        program.wait(1.5)  # not before it is told
-    program.stdin.write(b"stopping")
-    program.stdin.flush()
-    assert program.wait(20) == 0
-    assert stopped.wait(5) == -9
+        stopped.wait(1.3)  # not before it is told
+    process.stdin.write("now\n")
+    process.stdin.flush()
+    assert stopped.wait(20) == -9
+    assert process.poll() is None
+    assert process.wait(20) == -9
+    assert process.stderr.readline().startswith("error: the run hung while it was stopping")
+
+
+STUCK = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from miles.orchestrate import sweeper_handle
+sweeper_handle.__file__ = sys.argv[1]
+with sweeper_handle.marked() as mark, sweeper_handle.sweeping(mark, Path(sys.argv[2])):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    mutex = ctypes.create_string_buffer(64)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("stuck", flush=True)
+    lock(mutex)
+"""
+
+
+def test_a_signal_reaches_the_sweeper_of_a_driver_that_cannot_listen(tmp_path: Path, started) -> None:
+    """Stuck in a call of another library, where Python runs no handler."""
+    program = quick_sweeper(tmp_path, STOP_LIMIT_S=0.5, DRIVER_LIMIT_S=0.5)
+    process = started(sys.executable, "-c", STUCK, str(program), str(tmp_path / "none"), stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"stuck\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.5)
+    process.terminate()
+    assert process.wait(20) == -9
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sweeper_that_is_killed_or_stopped_has_a_successor(tmp_path: Path, started, number: signal.Signals) -> None:
+    folder = tmp_path / "miles-ray-test"
+    folder.mkdir()
+    with marked() as mark, sweeping(mark, folder) as handle:
+        child = started(sys.executable, "-c", SLEEP, start_new_session=True)
+        first = handle._process
+        first.send_signal(number)
+        wait_until(lambda: handle._process is not first)
+        assert first.poll() == -9
+        assert folder.exists()
+        assert child.poll() is None
+    assert child.wait(5) == -9
+    assert not folder.exists()
+
+
+def test_a_successor_is_told_of_the_stop(tmp_path: Path, started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeper_handle, "__file__", str(quick_sweeper(tmp_path, STOP_LIMIT_S=1.0)))
+    with marked() as mark, sweeping(mark, tmp_path / "none") as handle:
+        child = started(sys.executable, "-c", SLEEP, start_new_session=True)
+        announce_stop()
+        wait_until(lambda: not select.select([handle._read], [], [], 0)[0])  # the first has read it
+        handle._process.kill()
+        assert child.wait(20) == -9
+
+
+def test_signals_go_where_they_went_before_once_the_run_is_swept(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write)
+    try:
+        with marked() as mark, sweeping(mark, tmp_path / "none"):
+            pass
+        assert signal.set_wakeup_fd(write) == write
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
+
+
+def test_a_sweeper_that_cannot_start_is_not_started_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeper_handle, "__file__", str(tmp_path / "nothing here"))
+    monkeypatch.setattr(sweeper_handle, "MOST_SWEEPERS", 2)
+    with marked() as mark, sweeping(mark, tmp_path / "none") as handle:
+        wait_until(lambda: not handle._keeper.is_alive())
+
+
+def test_a_mark_inside_of_a_mark_is_the_same_and_goes_with_the_outer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "of another run")
+    with marked() as outer:
+        with marked() as inner:
+            assert inner == outer == os.environ[VARIABLE]
+        assert os.environ[VARIABLE] == outer
+        assert len(outer) == 32
+    assert os.environ[VARIABLE] == "of another run"
 
 
 def test_a_driver_that_was_gone_before_counts_as_gone(tmp_path: Path, started) -> None:

@@ -67,7 +67,7 @@ def peers_choice(table, *, wanted, batch, most):
 groups = st.lists(st.sampled_from([0.0, 1.0]), min_size=SIZE, max_size=SIZE)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(groups, min_size=5, max_size=12), st.integers(1, 4), st.sampled_from([1.0, 1.5, 3.0]))
 def test_the_groups_that_are_trained_are_the_peers(table, wanted, over_sampling):
     most = 200

@@ -153,7 +153,7 @@ def test_a_partial_response_continues_to_the_same_tokens(cuts, budget, mask):
         pieces = list(pieces)
         finish = lambda r: ("abort", min(pieces.pop(0), r.sampling.max_new_tokens)) if pieces else ("length", r.sampling.max_new_tokens)  # fmt: skip  # noqa: E731
         engine = FakeEngine(finish=finish)
-        ctx = GenerateContext(engine, cfg, 64, {"0-0": 5})
+        ctx = GenerateContext(engine, cfg, 64, {"0-0": 5}, Letters())
         sample = pending_group(prompt, cfg)[0]
         while True:
             sample = await single_turn(ctx, sample, ctx.sampling())
@@ -260,7 +260,7 @@ def test_a_partial_response_without_its_records_is_refused():
     sample = Sample("s", 0, 0, tokens=np.array([2, 3]), prompt_length=1)
 
     async def run():
-        ctx = GenerateContext(FakeEngine(), config(), 64, {"s": 1})
+        ctx = GenerateContext(FakeEngine(), config(), 64, {"s": 1}, Letters())
         return await single_turn(ctx, sample, ctx.sampling())
 
     with pytest.raises(RolloutError, match="no log-probs or version spans"):

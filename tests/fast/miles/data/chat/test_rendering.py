@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import CALL, PLAIN, SPECIAL, TEMPLATES, TOOL, byte_tokenizer, says
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -123,7 +123,7 @@ def conversations(draw: st.DrawFn) -> Conversation:
 
 
 @pytest.mark.parametrize("name", ["ours_qwen3", "qwen3", "plain"])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(conversation=conversations())
 def test_any_conversation_has_the_ids_of_transformers(renderers, tokenizer, theirs, name, conversation) -> None:
     expected = theirs.apply_chat_template(
