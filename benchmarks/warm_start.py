@@ -39,7 +39,7 @@ class TargetClock(threading.Thread):
     def __init__(self, path: Path, started: float) -> None:
         super().__init__(daemon=True)
         self.reached: float | None = None
-        self._path, self._started, self._over = path, started, threading.Event()
+        self._path, self._origin, self._over = path, started, threading.Event()
 
     def run(self) -> None:
         size = 0
@@ -47,7 +47,7 @@ class TargetClock(threading.Thread):
             if self._path.exists() and self._path.stat().st_size != size:
                 size = self._path.stat().st_size
                 if figures(rows(self._path))["steps_to_target"] is not None:
-                    self.reached = time.perf_counter() - self._started
+                    self.reached = time.perf_counter() - self._origin
 
     def stop(self) -> float | None:
         self._over.set()
