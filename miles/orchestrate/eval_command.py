@@ -83,6 +83,11 @@ def evaluate(
     """
     if not recipe.eval.sets:
         raise ConfigError("eval.sets is empty, so there is nothing to evaluate; name a set")
+    if recipe.supervised:
+        raise ConfigError(
+            f"{recipe.name}: algo.loss {recipe.algo.loss} has answers to learn and no prompts to ask; evaluate its model by a "
+            "recipe with prompts, e.g. that of the phase after it"
+        )
     recipe = with_model(recipe, model)
     for finding in check_start(recipe):
         warn(f"{finding.severity}: {finding}")

@@ -81,7 +81,7 @@ def _sampling_options(recipe: Recipe) -> Iterator[Objection]:
             yield (
                 f"{names} act{'' if ',' in names else 's'} nowhere: algo.loss {recipe.algo.loss} learns from the answers of "
                 "the data, and no engine is started",
-                "remove it" if section != "eval" else "use `miles eval` with the finished run's hf_model, or remove it",
+                "remove it" if section != "eval" else "evaluate the finished run's hf_model by `miles eval` with a recipe that has prompts, or remove it",
             )
 
 

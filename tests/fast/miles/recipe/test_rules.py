@@ -81,6 +81,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"max_staleness": 1}, algo={"correction": {"bypass": True}}), facts()),
         (recipe(rollout={"max_staleness": 1}), facts()),
     ),
+    "ROLLOUT-CODE": (
+        (recipe(), facts()),
+        (recipe(rollout={"generate": "python:no_such_package:run"}), facts()),
+    ),
     "NVFP4-CONTRACT": (
         (recipe(quant={"fake_qat": "nvfp4", "nvfp4": {}}, engine={"nvfp4_experts": {}}), facts(num_experts=8)),
         (recipe(quant={"fake_qat": "nvfp4", "nvfp4": {}}), facts(num_experts=8)),
