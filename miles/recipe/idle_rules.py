@@ -58,6 +58,7 @@ def _ratio_options(recipe: Recipe) -> Iterator[Objection]:
         yield f"{said}: {reason}", f"{_several_steps(recipe)}, or algo.correction.bypass=true, or remove it"
 
 
+_EVALUATE_ELSEWHERE = "evaluate the run's hf_model by `miles eval` with a recipe that has prompts, or remove it"
 # When the loss of held-out examples is measured, under `eval`.
 _HELD_OUT_LOSS = ("every",)
 
@@ -81,7 +82,7 @@ def _sampling_options(recipe: Recipe) -> Iterator[Objection]:
             yield (
                 f"{names} act{'' if ',' in names else 's'} nowhere: algo.loss {recipe.algo.loss} learns from the answers of "
                 "the data, and no engine is started",
-                "remove it" if section != "eval" else "evaluate the finished run's hf_model by `miles eval` with a recipe that has prompts, or remove it",
+                _EVALUATE_ELSEWHERE if section == "eval" else "remove it",
             )
 
 

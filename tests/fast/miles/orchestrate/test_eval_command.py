@@ -68,7 +68,7 @@ def test_a_folder_that_is_no_model_and_a_recipe_without_sets_are_refused(run, re
 
 
 def test_a_recipe_of_given_answers_has_no_prompts_to_evaluate(recipe, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="algo.loss sft has answers to learn and no prompts to ask"):
+    with pytest.raises(ConfigError, match=r"algo.loss sft has answers to learn and no prompts to ask"):
         evaluate(recipe(algo={"loss": "sft"}), tmp_path)
 
 
