@@ -38,9 +38,6 @@ class SamplesConfig(StrictModel):
         return groups
 
 
-WANDB_MODES = ("online", "offline")
-
-
 class WandbConfig(StrictModel):
     """Weights & Biases. The key comes from WANDB_API_KEY or `wandb login`, never from a recipe."""
 
@@ -49,14 +46,14 @@ class WandbConfig(StrictModel):
     # offline: written below the run folder, sent later by `wandb sync`; None: WANDB_MODE, else online.
     mode: Literal["online", "offline"] | None = None
 
-    def chosen_mode(self) -> str:
+    def chosen_mode(self) -> Literal["online", "offline"]:
         """`online` or `offline`; `ConfigError` for another word in WANDB_MODE."""
         word = self.mode or environment.read("WANDB_MODE") or "online"
-        if word not in WANDB_MODES:
-            raise ConfigError(
-                f"WANDB_MODE is {word!r:.40}; use online or offline, or take wandb out of observe.trackers"
-            )
-        return word
+        if word == "online":
+            return "online"
+        if word == "offline":
+            return "offline"
+        raise ConfigError(f"WANDB_MODE is {word!r:.40}; use online or offline, or take wandb out of observe.trackers")
 
 
 class MlflowConfig(StrictModel):

@@ -11,6 +11,7 @@ from miles.orchestrate.preflight import check_host, check_port, check_trackers
 from miles.recipe import Recipe
 from miles.recipe.rules import Finding, check_or_raise
 from miles.recipe.warm_start import first_recipe
+from miles.train import installed
 
 
 def check_start(recipe: Recipe) -> list[Finding]:
@@ -27,5 +28,9 @@ def check_start(recipe: Recipe) -> list[Finding]:
 
 
 def check_place(recipe: Recipe) -> Placement:
-    """Where the run would go now; `PlacementError` where it has no place. An existing cluster is asked what it has."""
+    """Where the run would go now; `PlacementError` where it has no place, `ConfigError` where this machine cannot train.
+
+    An existing cluster is asked what it has.
+    """
+    installed.require()
     return place(recipe, known_facts(recipe.cluster))

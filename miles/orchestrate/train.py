@@ -46,6 +46,7 @@ from miles.recipe.schema import settings
 from miles.recipe.warm_start import first_recipe
 from miles.rollout.protocol import Rollout
 from miles.rollout.rewards import RewardPool, build_reward
+from miles.train import installed
 
 
 def train(
@@ -89,6 +90,7 @@ def train_phase(
     located = locate(recipe, overrides)
     # A finished run is reported on any machine.
     if fresh or not located.result.exists():
+        installed.require()
         check_placement(recipe)
     with claimed(located, recipe, fresh=fresh) as folder:
         finished = folder.read_result()
