@@ -4,3 +4,5 @@
 `miles.algos.losses.sft`, or one of the user's own that declares no advantages. Left out: pairs of a better and a worse
 answer.
 """
+
+__all__ = ["config", "rows", "source"]
