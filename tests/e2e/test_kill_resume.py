@@ -24,7 +24,7 @@ from family_tree import descendants, kinds, require_gone
 
 from miles_ci.declare import register_cpu_ci
 
-register_cpu_ci(est_time=1800, suite="stage-b-cpu", nightly=True, timeout=3600)
+register_cpu_ci(est_time=900, suite="stage-b-cpu", nightly=True, timeout=3600)
 
 TOTAL = 60
 REWARD = Path(__file__).parent / "helpers" / "judged.py"
