@@ -109,10 +109,9 @@ def test_what_is_not_understood_or_touches_everything_selects_everything(change:
 
 
 def test_the_root_conftest_reaches_tests_wherever_they_lie_and_nothing_else() -> None:
-    tree = {
-        path: ""
-        for path in ("conftest.py", "acme/code.py", "acme/test_code.py", "tests/e2e/test_a.py", "tests/tool.py")
-    }
+    tree = dict.fromkeys(
+        ("conftest.py", "acme/code.py", "acme/test_code.py", "tests/e2e/test_a.py", "tests/tool.py"), ""
+    )
     found = graph(tree).reached_from(["conftest.py"])
     assert sorted(found) == ["acme/test_code.py", "conftest.py", "tests/e2e/test_a.py", "tests/tool.py"]
 
