@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from miles_ci.declare.model import Declaration, Scan
 from miles_ci.errors import PlanMismatch, UsageError
 from miles_ci.plan.build import PlanOptions, build_plan
 from miles_ci.plan.durations import Durations, Learned
-from miles_ci.plan.model import Plan, plan_from_json
+from miles_ci.plan.model import Plan, Unit, plan_from_json
 from miles_ci.registry import Fleet, load_fleet
 from miles_ci.registry.load import read_fleet
 from miles_ci.select.policy import Policy
@@ -80,6 +82,10 @@ def test_a_suite_without_tests_asks_for_no_runner_and_says_why(tmp_path: Path) -
     reason = plan.suite("stage-b-1-gpu-h200").reason
     assert reason is not None
     assert reason.startswith("all 1 tests are excluded: 1 label (first: none of its labels is included")
+    write_tree(tmp_path, {"tests/e2e/test_c.py": cuda(), "tests/e2e/test_d.py": cuda(nightly="True")})
+    told = plan_of(tmp_path, "regular").suite("stage-b-1-gpu-h200").reason
+    assert told is not None
+    assert told.startswith("all 3 tests are excluded: 2 label, 1 cadence (first: ")
     assert plan.shards_of("stage-b-1-gpu-h200") == ()
     assert plan.outputs()["stage-b-1-gpu-h200-shards"] == "[]"
     assert plan.outputs()["gpu-count"] == "0"
@@ -98,6 +104,8 @@ def test_a_broken_file_is_one_entry_of_the_first_shard_and_changes_no_other_suit
     first = after.shard("stage-a-cpu", 1)
     assert first.units[0].id == "declaration::tests/e2e/test_bad.py"
     assert "must be greater than 0" in first.units[0].errors[0]
+    fault = first.units[0]
+    assert (fault.ms, fault.timeout_s, fault.devices, fault.est_source, fault.only) == (1, 1, 0, "none", ())
     assert first.units[1:] == before.shard("stage-a-cpu", 1).units
     assert after.suite("stage-a-cpu").selected == 3
 
@@ -161,6 +169,27 @@ def test_tests_that_need_different_pools_are_divided_apart() -> None:
         if any("rdma" in unit.capabilities for unit in shard.units):
             assert shard.pool == "h200-8gpu"
     assert sorted(unit.path for shard in shards for unit in shard.units) == [test.path for test in tests]
+
+
+def test_more_pool_sets_than_shards_get_one_shard_each() -> None:
+    text = SOURCE.replace("pools: [h200-4gpu]", "pools: [h200-4gpu, h200-8gpu]", 1)
+    suite = text[text.index("  stage-c-4-gpu-h200:\n") :]
+    fleet = read_fleet(
+        text.replace(suite, re.sub(r"max_shards: \d+", "max_shards: 1", suite, count=1)).encode(), today=TODAY
+    ).fleet
+    assert fleet is not None
+    tests = [
+        Declaration(f"tests/e2e/test_{i}.py", "cuda", "stage-c-4-gpu-h200", est_time=1700.0, hardware=("h200",),
+                    labels=("megatron",), capabilities=("rdma",) if i < 4 else ())
+        for i in range(8)
+    ]  # fmt: skip
+    assert [len(shard.units) for shard in of_declarations(tests, fleet).shards_of("stage-c-4-gpu-h200")] == [4, 4]
+
+
+def test_the_nodes_of_a_narrowed_unit_are_all_it_says_something_about() -> None:
+    unit = Unit("a", "a.py", "s", "test", 1, "declared", 0, 300)
+    assert replace(unit, nodes=("a.py::b",), narrowed=True).only == ("a.py::b",)
+    assert replace(unit, nodes=None, narrowed=True).only == replace(unit, nodes=("a.py::b",)).only == ()
 
 
 @given(

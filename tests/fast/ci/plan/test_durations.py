@@ -254,3 +254,42 @@ def test_a_file_that_changed_meanwhile_is_not_rewritten(tmp_path: Path) -> None:
 
 def test_learning_reads_the_results_that_this_harness_writes() -> None:
     assert tune.RESULTS_SCHEMA == results_file.SCHEMA
+
+
+def test_an_observation_on_either_border_counts_and_one_second_beyond_does_not() -> None:
+    def counted(age_days: float) -> int:
+        found = learn([seen(7, age_days=age_days)], NOW)
+        return sum(entry.count for entry in found.values())
+
+    second = 1 / DAY
+    assert [counted(age) for age in (30, 30 + second, -1, -1 - second / 2)] == [1, 0, 1, 0]
+    assert learn([seen(-1)], NOW) == {}
+
+
+def test_a_duration_of_0_ms_in_the_table_is_1_and_1_stays(tmp_path: Path) -> None:
+    record = {"n": 3, "last": "2026-11-30"}
+    tests = {"a|s|cpu": {"ms": 0, **record}, "b|s|cpu": {"ms": 1, **record}}
+    (tmp_path / "durations.json").write_text(json.dumps({"schema": 1, "tests": tests}))
+    assert [entry.ms for entry in Durations.load(tmp_path / "durations.json").entries.values()] == [1, 1]
+
+
+def test_drifts_come_largest_first_either_way(tmp_path: Path) -> None:
+    observed = {"a": 20_000, "b": 1_000, "c": 10_000, "d": 50_000}
+    write_tree(tmp_path, {f"tests/e2e/test_{name}.py": cpu(est_time="10") for name in observed})
+    table = Durations(
+        {(f"tests/e2e/test_{n}.py", "stage-b-cpu", "cpu"): Learned(ms, 3, "2026-11-30") for n, ms in observed.items()}
+    )
+    space = workspace(tmp_path)
+    found = drifts(space.catalog, space.fleet, table)
+    assert [(drift.path[-4], drift.ratio) for drift in found] == [("b", 0.1), ("d", 5.0), ("a", 2.0), ("c", 1.0)]
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o755])
+def test_a_rewritten_file_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    write_tree(tmp_path, {"tests/e2e/test_a.py": cuda()})
+    file = tmp_path / "tests/e2e/test_a.py"
+    file.chmod(mode)
+    space = workspace(tmp_path)
+    table = Durations({("tests/e2e/test_a.py", "stage-b-1-gpu-h200", "h200"): Learned(500_000, 5, "2026-11-30")})
+    assert apply_rewrites(tmp_path, rewrites(tmp_path, space.catalog, space.fleet, table)) == ["tests/e2e/test_a.py"]
+    assert file.stat().st_mode & 0o7777 == mode

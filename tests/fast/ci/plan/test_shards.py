@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles_ci.plan import shard as shard_module
 from miles_ci.plan.durations import Observation, learn
 from miles_ci.plan.shard import divide, shard_count
 from miles_ci.plan.slots import Filling, area, length, lower_bound, schedule, start_key
@@ -252,3 +253,17 @@ def test_the_division_is_the_same_under_every_hash_seed() -> None:
         )
         outputs.add(done.stdout)
     assert len(outputs) == 1
+
+
+def test_the_search_ends_when_it_has_scheduled_as_many_tests_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    inner = shard_module.makespan
+    monkeypatch.setattr(shard_module, "makespan", lambda *words: calls.append(1) or inner(*words))
+    jobs = lognormal(3, 60, mixed=True)
+    divide(jobs, width=8, shards=4)
+    free = len(calls)
+    calls.clear()
+    monkeypatch.setattr(shard_module, "MAX_SCHEDULED", 1)
+    divide(jobs, width=8, shards=4)
+    # The four shards as they were filled, and the pair of the one exchange that is tried.
+    assert len(calls) == 6 < free

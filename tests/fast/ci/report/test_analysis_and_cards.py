@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from miles_ci.report.analyse import AnalysisError, FailedTest, Group, Report, _verify, analyse
+from miles_ci.report.analyse import AnalysisError, FailedTest, Group, Report, _verify, analyse, category_of
 from miles_ci.report.analyst import UNAVAILABLE, Analysis, Evidence, run_analyst
 from miles_ci.report.cards import Card, JobRow, group_rows, lark, pr_comment, summary
 from miles_ci.report.cards.model import default_analyses
@@ -70,6 +70,26 @@ def test_analyse_itself_refuses_to_report_less_than_what_failed(monkeypatch: pyt
     monkeypatch.setattr("miles_ci.report.analyse.failed_tests", lambda shard: [])
     with pytest.raises(AnalysisError, match=r"missing \[\('s', '1/9', 'tests/a.py::test_x'\)\]"):
         analyse([shard("s", 1, failing("tests/a.py", "x", "sig"))])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cause_kind", "category"),
+    [
+        ("failed", "", "test_failure"), ("failed", "test", "test_failure"), ("failed", "infra", "infra"),
+        ("failed", "timeout", "timeout"), ("timeout", "infra", "timeout"), ("infra", "", "infra"),
+        ("not_run", "", "infra"), ("cancelled", "", "infra"), ("declaration_error", "", "build"),
+        ("no_tests", "", "test_failure"), ("all_skipped", "", "test_failure"), ("passed", "", "test_failure"),
+        ("flaky", "", "test_failure"), ("error", "", "test_failure"), ("unstable_failed", "", "unknown"),
+    ],
+)  # fmt: skip
+def test_what_a_failure_is_put_down_to(outcome: str, cause_kind: str, category: str) -> None:
+    assert category_of(case("a", outcome, cause_kind=cause_kind)) == category
+
+
+def test_a_file_that_failed_as_a_whole_is_named_by_message_or_outcome() -> None:
+    seen = shard("s", 1, case("a", "no_tests"), case("b", "timeout", message="after 3 s", cause="limit"), case("c"))
+    found = [(test.node, test.message, test.signature) for test in analyse([seen]).failed]
+    assert sorted(found) == [("a", "no_tests", "no_tests:no_tests"), ("b", "after 3 s", "timeout:limit")]
 
 
 def test_a_default_analysis_is_the_first_line_or_the_outcome() -> None:

@@ -249,6 +249,14 @@ def test_summary_tells_what_blocks_what_leaked_and_the_code():
     assert "exit code 3" in text
 
 
+def test_items_that_did_not_run_and_those_that_need_not_are_named():
+    test = passed("a", never_executed={"tests/fast/test_a.py::test_b": "deselected by -m"},
+                  allowed={"tests/fast/test_a.py::test_c": "needs a licence"})  # fmt: skip
+    lines = summary([shard_of(PLAN, 1, [test])]).splitlines()
+    assert "NEVER RUN    tests/fast/test_a.py::test_b: deselected by -m" in lines
+    assert "LEFT OUT     tests/fast/test_a.py::test_c: needs a licence" in lines
+
+
 def test_what_was_not_judged_is_shown_as_far_as_it_was_seen():
     failure = FailureRecord("tests/fast/test_b.py::test_b", "E", "first\nsecond", "0" * 16)
     shard = shard_of(PLAN, 1, [passed("a")])

@@ -12,7 +12,7 @@ import pytest
 from miles_ci.registry import load_fleet
 from miles_ci.registry.model import SelectionRules
 from miles_ci.select.affected import affected, affected_of_diff, affected_since
-from miles_ci.select.diff import Change, DiffError, parse_name_status
+from miles_ci.select.diff import Change, DiffError, changes_since, parse_name_status
 from miles_ci.select.globs import matches
 from miles_ci.select.graph import Graph, python_files, read_imports
 from miles_ci.select.imports import find_imports
@@ -106,6 +106,20 @@ def test_what_is_not_understood_or_touches_everything_selects_everything(change:
     found = affected([Change("M", "miles/base.py"), change], graph(), RULES, TESTS)
     assert found.everything
     assert found.reason.startswith(named)
+
+
+def test_the_root_conftest_reaches_tests_wherever_they_lie_and_nothing_else() -> None:
+    tree = dict.fromkeys(
+        ("conftest.py", "acme/code.py", "acme/test_code.py", "tests/e2e/test_a.py", "tests/tool.py"), ""
+    )
+    found = graph(tree).reached_from(["conftest.py"])
+    assert sorted(found) == ["acme/test_code.py", "conftest.py", "tests/e2e/test_a.py", "tests/tool.py"]
+
+
+def test_without_git_the_diff_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DiffError, match="git cannot be started: "):
+        changes_since(tmp_path, "main")
 
 
 def test_an_empty_diff_selects_everything() -> None:

@@ -10,7 +10,9 @@ from miles_ci.declare.model import Declaration, Scan
 from miles_ci.metric_bound import MetricBound
 from miles_ci.registry import load_fleet
 from miles_ci.registry.load import read_fleet
+from miles_ci.select.policy import Policy
 from miles_ci.select.registrations import build_catalog, eligible_pools
+from miles_ci.select.selection import select
 from tests.fast.ci.helpers.trees import REPOSITORY, TODAY
 
 FLEET = load_fleet(REPOSITORY / "registry.yaml")
@@ -72,3 +74,33 @@ def test_a_pool_of_hardware_that_a_test_does_not_name_is_not_eligible() -> None:
         "b200-4gpu",
     )
     assert eligible_pools(fleet, replace(GPU, hardware=("b200", "h200"), min_memory_gib=178.5), GPU.suite) == ()
+
+
+def test_an_estimate_is_missing_where_nothing_was_observed() -> None:
+    unknown = replace(GPU, est_time=None)
+    assert [error.code for error in catalog(unknown).errors] == ["missing-field"]
+    scan = Scan("", (unknown,), (), (), ())
+    assert build_catalog(scan, FLEET, observed=lambda path, suite: path == GPU.path, today=TODAY).errors == ()
+
+
+def test_a_registry_without_the_suite_of_the_fast_tests_says_so_at_the_first_place_of_the_file() -> None:
+    fleet = FLEET.model_copy(update={"suites": {k: v for k, v in FLEET.suites.items() if k != "stage-a-cpu"}})
+    test = Declaration(path="tests/fast/test_a.py", backend="cpu", suite="stage-a-cpu", implicit=True)
+    found = build_catalog(Scan("", (test,), (), (), ()), fleet, today=TODAY)
+    (error,) = found.errors
+    assert (error.path, error.line, error.column, error.code) == (test.path, 1, 1, "unknown-suite")
+    assert found.registrations == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [({"capabilities": ("mxfp4", "rdma")}, "mxfp4, rdma"), ({"min_memory_gib": 500.0}, "the memory it asks for")],
+)
+def test_a_test_that_no_pool_can_take_is_excluded_with_what_it_needs(changes: dict, needs: str) -> None:
+    sound = catalog(GPU)
+    asks = replace(sound.registrations[0], declaration=replace(GPU, **changes))
+    found = select(replace(sound, registrations=(asks,)), FLEET, Policy.resolve(FLEET, "weekly"), today=TODAY)
+    (excluded,) = found.excluded
+    assert [(reason.code, reason.text) for reason in excluded.reasons] == [
+        ("no-hardware", f"no pool of the suite offers {needs}")
+    ]

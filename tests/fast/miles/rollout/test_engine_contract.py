@@ -84,7 +84,7 @@ class TestEmbeddedEngine(EngineContract):
 
     def test_memory_released_while_idle_is_allocated_again(self, http):
         before = self.post(http, "/generate", body(temperature=0.0))
-        self.post(http, "/release_memory_occupation", {"tags": ["kv_cache"]})
+        assert self.post(http, "/release_memory_occupation", {"tags": ["kv_cache"]})["success"] is True
         self.post(http, "/resume_memory_occupation", {"tags": ["kv_cache"]})
         after = self.post(http, "/generate", body(temperature=0.0))
         assert before["output_ids"] == after["output_ids"]

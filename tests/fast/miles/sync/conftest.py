@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 from sync_engines import ParameterHost, RunningEngine, qwen3_weights
 
+from miles.kernels.nvfp4_qdq.config import NVFP4QDQConfig
 from miles.rollout.engines.embedded.weight_service import WeightService
 from miles.rollout.engines.embedded.weights import WeightReceiver, table_of
 from miles.sync.config import SyncConfig
@@ -53,12 +54,18 @@ def tiny_weights() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def pusher_for(tmp_path: Path) -> Iterator[Callable[..., WeightPusher]]:
-    """pusher_for(*engines, config=..., run_id=...) -> WeightPusher, closed at the end."""
+    """pusher_for(*engines, config=..., run_id=..., nvfp4=...) -> WeightPusher, closed at the end."""
     pushers: list[WeightPusher] = []
 
-    def make(*engines: RunningEngine, config: SyncConfig | None = None, run_id: str = "run") -> WeightPusher:
+    def make(
+        *engines: RunningEngine,
+        config: SyncConfig | None = None,
+        run_id: str = "run",
+        nvfp4: NVFP4QDQConfig | None = None,
+    ) -> WeightPusher:
         urls = [engine.url for engine in engines]
-        pushers.append(WeightPusher(urls, config or SyncConfig(timeout_s=5.0), run_id, directory=tmp_path / "sync"))
+        sync = config or SyncConfig(timeout_s=5.0)
+        pushers.append(WeightPusher(urls, sync, run_id, directory=tmp_path / "sync", nvfp4=nvfp4))
         return pushers[-1]
 
     yield make

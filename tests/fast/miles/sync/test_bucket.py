@@ -233,3 +233,16 @@ def test_a_group_that_comes_in_another_order_still_fits_the_bucket_made_for_it()
         stager.add(piece, torch.zeros(piece.shape, dtype=torch.bfloat16))
     stager.flush()
     assert [(piece.shape, piece.offset) for piece in sent[0].pieces] == [((2,), 0), ((1,), 16)]
+
+
+def test_growing_gives_the_old_buffers_back_and_less_keeps_them():
+    released = []
+    bucket = FixedBucket(2, lambda n: torch.zeros(n, dtype=torch.uint8), lambda buffer: released.append(len(buffer)))
+    bucket.reserve(8)
+    bucket.reserve(8)
+    bucket.reserve(4)
+    assert (released, bucket.nbytes, bucket.allocations) == ([], 8, 1)
+    bucket.reserve(9)
+    assert (released, bucket.nbytes, bucket.allocations) == ([8, 8], 9, 2)
+    bucket.close()
+    assert released == [8, 8, 9, 9]

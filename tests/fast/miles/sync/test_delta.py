@@ -44,6 +44,7 @@ def test_delta_chain_and_wrong_base(start_engine, pusher_for, tiny_weights, tmp_
     pusher.push(weights.items(), 4)
     assert same(late.parameters, weights)
     assert len(disk_messages(late)[-1]["deltas"]) == 3
+    assert pusher._transport.capabilities()["chain"] == 3
     # The chain is full: the next version is written whole and the old files go.
     weights = nudged(weights, 5)
     pusher.push(weights.items(), 5)

@@ -12,7 +12,7 @@ from miles.quant.packed import pair_amax
 from miles.sync.config import SyncConfig
 from miles.sync.entry import SourceSpec
 from miles.sync.errors import PlanError, SyncOptionError
-from miles.sync.formats import targets_of
+from miles.sync.formats import atomic_group, targets_of
 from miles.sync.plan import build_plan
 from miles.weight_wire.table import EngineTable, ParamEntry
 
@@ -109,6 +109,17 @@ def nvfp4_entries(name, rows, cols):
     )
 
 
+def test_gate_and_up_travel_together_only_where_they_share_a_scale():
+    gate, up = (f"model.layers.0.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up"))
+    apart = {name: ParamEntry(name, (32, 32), "uint8", scale="nvfp4") for name in (gate, up)}
+    assert atomic_group(apart[gate], gate) == atomic_group(apart[up], up) == f"{gate}+{up}"
+    down = gate.replace("gate", "down")
+    assert atomic_group(ParamEntry(down, (32, 32), "uint8", scale="nvfp4"), down) == down
+    assert atomic_group(ParamEntry(gate, (32, 64), "float32"), gate) == gate
+    fused = ParamEntry("gate_up", (64, 32), "uint8", scale="nvfp4", fused_from=(gate, up), num_shards=2)
+    assert atomic_group(fused, gate) == "gate_up"
+
+
 def test_nvfp4_gate_and_up_are_one_atomic_group_with_a_shared_maximum(start_engine, pusher_for):
     gate, up = (f"model.layers.0.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up"))
     entries = (*nvfp4_entries(gate, 32, 64), *nvfp4_entries(up, 32, 64), ParamEntry("norm", (8,), "float32"))
@@ -117,8 +128,7 @@ def test_nvfp4_gate_and_up_are_one_atomic_group_with_a_shared_maximum(start_engi
     engine = start_engine(parameters, table=table)
     weights = {gate: torch.randn(32, 64), "norm": torch.randn(8), up: 7 * torch.randn(32, 64)}
     config = NVFP4QDQConfig(decode="stored")
-    pusher = pusher_for(engine)
-    pusher._nvfp4 = config
+    pusher = pusher_for(engine, nvfp4=config)
     report = pusher.push(weights.items(), 1)
     assert set(report.engines.values()) == {"serving"}
     amax = pair_amax(weights[gate], weights[up])

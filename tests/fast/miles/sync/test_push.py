@@ -307,3 +307,18 @@ def test_the_messages_of_an_update_say_what_the_engine_was_asked_to_expect(start
     assert end["buckets"] == len(loads) == report.buckets > 1
     assert [body["bucket"]["sequence"] for body in loads] == list(range(len(loads)))
     assert {body["bucket"]["version"] for body in loads} == {"3"}
+
+
+def test_other_weights_get_another_plan_and_the_same_ones_keep_theirs(start_engine, pusher_for):
+    """A plan is made for the tensors that are offered: a weight map of another shape makes a new one."""
+    engine = start_engine({"a": torch.zeros(4), "b": torch.zeros(6)})
+    pusher = pusher_for(engine)
+    whole = {"a": torch.arange(4.0), "b": torch.arange(6.0)}
+    pusher.push(whole.items(), 1)
+    plan = pusher._plan
+    pusher.push(whole.items(), 2)
+    assert pusher._plan is plan
+    with pytest.raises(PlanError, match="b"):
+        pusher.push([("a", torch.ones(4))], 3, weight_map={"a": SourceSpec((4,), "float32")})
+    pusher.push(whole.items(), 4, weight_map={name: SourceSpec(tuple(w.shape), "float32") for name, w in whole.items()})
+    assert pusher._plan is not plan

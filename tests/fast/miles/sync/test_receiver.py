@@ -358,3 +358,10 @@ def test_a_table_that_does_not_describe_the_parameters_is_refused():
     table = EngineTable(entries=(ParamEntry("w", (4,), "bfloat16"),))
     with refused("bad_table"):
         WeightReceiver({"w": torch.zeros(4)}, table, WeightState())
+
+
+def test_table_of_an_engine_with_fused_parameters_counts_their_pieces_and_names_their_modules():
+    parameters = {"qkv": torch.zeros(6, 2), "norm": torch.zeros(2), "head": torch.zeros(3)}
+    table = table_of(parameters, fused={"qkv": ("q", "k", "v")}, modules={"head": "value"})
+    found = {entry.name: (entry.fused_from, entry.num_shards, entry.module) for entry in table.entries}
+    assert found == {"qkv": (("q", "k", "v"), 3, "target"), "norm": ((), 1, "target"), "head": ((), 1, "value")}
