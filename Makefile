@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || echo python3)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
@@ -18,13 +18,12 @@ help: ## list the commands
 	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*?## "} {printf "  make %-12s %s\n", $$1, $$2}'
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 13)))' || \
-	  { echo "Python 3.11 or 3.12 is needed; found: $$($(PYTHON) --version 2>&1). Use: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	@$(PYTHON) checks/machine.py $(MAKECMDGOALS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade 'pip>=25'
 
 $(RUN_READY): $(VENV)/bin/python pyproject.toml ci/pyproject.toml constraints.txt
-	$(PIP) install --quiet --constraint constraints.txt --editable ./ci --editable '.[tasks]'
+	$(PIP) install --quiet --constraint constraints.txt --editable ./ci --editable .
 	@touch $@
 
 $(DEV_READY): $(RUN_READY)

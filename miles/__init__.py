@@ -1,6 +1,6 @@
-"""Miles: LLM post-training by reinforcement learning on Ray, megatron-core and SGLang.
+"""Miles: LLM post-training by reinforcement learning on Ray, megatron-core and an HTTP engine.
 
-The same loop runs on a bare CPU machine (embedded engine, gloo) and on a cluster (SGLang, NCCL).
+The same loop runs on a bare CPU machine (gloo) and on GPUs (NCCL).
 Start with `miles train recipes/quickstart.yaml` or `miles.train("recipes/quickstart.yaml")`; the architecture is in
 `docs/architecture.md`. Importing this package imports no other module: what it offers comes from `miles.api` when it is
 asked for.

@@ -18,6 +18,7 @@ from miles_ci.errors import CiError, Diagnostic, UsageError, nearest
 from miles_ci.registry.identify import MEMORY_TOLERANCE, model_of
 from miles_ci.registry.load import Reading
 from miles_ci.registry.model import Fleet
+from miles_ci.run import system
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,11 @@ def examine(fleet: Fleet, root: Path, *, check_health: bool = True) -> Machine:
     found: list[DeviceReport] = []
     drivers: dict[str, str] = {}
     health: dict[str, str] = {}
+    unable = system.why_not()
     for backend in fleet.device_backends():
+        if unable is not None:
+            drivers[backend] = f"not asked ({unable})"
+            continue
         try:
             asked = device_backend(fleet, backend, root)
             devices = inherited(host_devices(asked), asked)
@@ -101,6 +106,9 @@ def judge_suite(
 ) -> SuiteVerdict:
     """Whether the devices of one machine meet a suite's needs."""
     suite = fleet.suites[suite_id]
+    unable = system.why_not()
+    if unable is not None:
+        return SuiteVerdict(suite_id, False, unable)
     if suite.backend == "cpu":
         return SuiteVerdict(suite_id, True, "")
     here = [device for device in devices if device.backend == suite.backend]

@@ -128,6 +128,10 @@ class ValueConfig(StrictModel):
     lr: float = Field(default=1e-3, gt=0.0)
 
 
+# Options that shape advantages, or say which of them count.
+_OF_ADVANTAGES = ("advantage", "normalize_std", "gamma", "gae_lambda", "value", "zero_variance", "mask_truncated")
+
+
 def _known(kind: Kind) -> AfterValidator:
     def check(name: str) -> str:
         check_name(kind, name)
@@ -240,6 +244,13 @@ class AlgoConfig(StrictModel):
                 if option not in AlgoConfig.model_fields:
                     raise ValueError(
                         f"algo.{kind} {name} declares that it reads {option!r}, which is no option of algo"
+                    )
+        if not self.declared_loss.advantages:
+            for field in _OF_ADVANTAGES:
+                if getattr(self, field) != AlgoConfig.model_fields[field].get_default():
+                    raise ValueError(
+                        f"algo.{field} has no effect with loss {self.loss}, which learns from given answers and uses no "
+                        "advantages; remove it"
                     )
         for field, acts, where in self._idle_unless():
             if not acts and getattr(self, field) != AlgoConfig.model_fields[field].get_default():

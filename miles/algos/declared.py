@@ -54,6 +54,13 @@ BUILT_IN: Mapping[Kind, Mapping[str, Declared]] = {
         "sft": Declared(advantages=False),
     },
 }
+# Losses of other methods, by the names that people look for.
+_PAIRS = (
+    "learns from pairs of a better and a worse answer, and nothing here reads pairs; use loss sft on the better answers, "
+    "then GRPO with a reward that prefers them (rollout.reward.kind python or remote_http), or TRL's DPOTrainer on the "
+    "exported hf_model, whose folder model.path takes"
+)
+ELSEWHERE: Mapping[str, str] = dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), _PAIRS)
 _USABLE: Mapping[Kind, tuple[str, ...]] = {
     "advantage": ("groups", "critic", "reference", "token_rewards", "reads"),
     "loss": ("reference", "advantages", "ratio_only", "reads"),
@@ -91,6 +98,8 @@ def check_name(kind: Kind, text: str) -> None:
     """`ValueError` for what is neither built in nor a reference to code of the user's own. Imports nothing."""
     if user_code.is_reference(text):
         user_code.check_form(text)
+    elif kind == "loss" and text.lower() in ELSEWHERE:
+        raise ValueError(f"loss {text} {ELSEWHERE[text.lower()]}")
     elif text not in BUILT_IN[kind]:
         raise ValueError(
             f"unknown {kind} {text!r}; {suggestion(text, BUILT_IN[kind])} (built in: {', '.join(BUILT_IN[kind])}; your "

@@ -20,6 +20,7 @@ VARIABLES: dict[str, str] = {
     "MILES_NO_COLOR": "1: plain terminal output without colour or live tables",
     "MILES_RUN_MARK": "set by a run for the processes it starts, so that they are found when it is gone",
     "MLFLOW_TRACKING_URI": "MLflow store of a run whose `observe.mlflow.uri` names none",
+    "WANDB_MODE": "`online` or `offline`, for a run whose `observe.wandb.mode` says neither",
     "RAY_ADDRESS": "Ray cluster to run on, as `cluster.address` of a recipe",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Names below these are a filter's or a user's own; `rollout/reward/` may be negative.
+HELD_OUT_LOSS = "eval/held_out/loss"
 REFUSED = "rollout/refused/"
 REWARD_PARTS = "rollout/reward/"
 
@@ -104,6 +105,9 @@ STEP = (
         when="`rollout.top_p`, `top_k` or `min_p`",
     ),
     Metric("mismatch/support_mass_min", "share", "the least of these", when="`rollout.top_p`, `top_k` or `min_p`"),
+    Metric("data/examples", "count", "examples that are trained on", when="`algo.loss: sft`"),
+    Metric("data/trained_tokens", "tokens", "tokens of their answers", when="`algo.loss: sft`"),
+    Metric("data/epoch", "count", "how often the examples were gone through, with fractions", when="`algo.loss: sft`"),
     Metric("data/dropped_rollouts", "count", "rollouts that were in no optimizer step"),
     Metric("data/oversized_samples", "count", "samples above `data.max_tokens_per_gpu`, alone in a micro-batch"),
     Metric("data/dummy_micro_batches", "count", "empty micro-batches that keep the ranks in step"),
@@ -147,5 +151,8 @@ EVALUATION = (
     Metric("eval/<set>/truncated_frac", "share", "responses cut by a limit on their length"),
     Metric("eval/<set>/unjudged_frac", "share", "samples whose reward function failed"),
     Metric("eval/<set>/prompts", "count", "prompts of the set"),
+    Metric(
+        HELD_OUT_LOSS, "nats/token", "mean loss of a learnt token of the held-out examples", when="`algo.loss: sft`"
+    ),
     Metric("time/evaluate", "s", "the whole evaluation, a checkpoint that it keeps included; no part of `time/step`"),
 )

@@ -21,6 +21,7 @@ __all__ = [
     "sampling_mask",
     "schedule",
     "step_bundle",
+    "supervised",
     "tasks",
     "tensors",
     "tokenizer",

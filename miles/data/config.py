@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from miles.config import StrictModel, user_code
 from miles.config.beside_recipe import BesideRecipe, RecipePath
+from miles.data.supervised.config import SupervisedConfig
 
 
 class CopyDigitsConfig(StrictModel):
@@ -101,6 +102,8 @@ class DataConfig(StrictModel):
     # Tokens of one micro-batch on one context-parallel rank, with what pads it there.
     max_tokens_per_gpu: int = Field(default=8192, ge=1)
     balance: Literal["none", "tokens", "flops"] = "tokens"
+    # Examples with given answers, for a loss without advantages.
+    supervised: SupervisedConfig = SupervisedConfig()
     # Rollouts of one optimizer step; null: all of a training step. Fewer make several steps on one rollout.
     global_batch_size: int | None = Field(default=None, ge=1)
     # What becomes of rollouts that do not fill the last optimizer step.

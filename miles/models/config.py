@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from miles.config import StrictModel
+from miles.config.beside_recipe import RecipePath
 
 
 class ModelShape(StrictModel):
@@ -47,9 +48,17 @@ class RopeConfig(StrictModel):
 
 
 class ModelConfig(StrictModel):
-    """`path`: a Hugging Face folder. Without it, a model of `family` and `create` is made from the run's seed."""
+    """`path`: a Hugging Face folder; `from_recipe`: the recipe of a run whose exported model this one starts from, run
+    first where it is not finished. Without both, a model of `family` and `create` is made from the run's seed."""
 
     family: Literal["qwen3", "qwen3_moe"] = "qwen3"
     path: str | None = None
+    from_recipe: RecipePath | None = None
     create: ModelShape = ModelShape()
     rope: RopeConfig = RopeConfig()
+
+    @model_validator(mode="after")
+    def _one_beginning(self) -> ModelConfig:
+        if self.path is not None and self.from_recipe is not None:
+            raise ValueError("path and from_recipe both say which model the run starts from; remove one of them")
+        return self

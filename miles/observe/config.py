@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from miles.config import StrictModel
+from miles.config import ConfigError, StrictModel, environment
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 # Tracker -> modules that it imports, and the extra of this project that brings them.
@@ -43,8 +43,17 @@ class WandbConfig(StrictModel):
 
     project: str = Field(default="miles", pattern=NAME)
     entity: str | None = Field(default=None, pattern=NAME)
-    # offline: written below the run folder, sent later by `wandb sync`.
-    mode: Literal["online", "offline"] = "online"
+    # offline: written below the run folder, sent later by `wandb sync`; None: WANDB_MODE, else online.
+    mode: Literal["online", "offline"] | None = None
+
+    def chosen_mode(self) -> Literal["online", "offline"]:
+        """`online` or `offline`; `ConfigError` for another word in WANDB_MODE."""
+        word = self.mode or environment.read("WANDB_MODE") or "online"
+        if word == "online":
+            return "online"
+        if word == "offline":
+            return "offline"
+        raise ConfigError(f"WANDB_MODE is {word!r:.40}; use online or offline, or take wandb out of observe.trackers")
 
 
 class MlflowConfig(StrictModel):
@@ -104,7 +113,7 @@ class ObserveConfig(StrictModel):
 
 
 def missing(config: ObserveConfig) -> dict[str, str]:
-    """Tracker -> how to install what it needs and this environment lacks."""
+    """Tracker -> what it lacks in this environment, and what to do: an install command, another value of a variable."""
     found: dict[str, str] = {}
     for name in config.trackers:
         modules, extra = _MODULES[name]
@@ -112,6 +121,11 @@ def missing(config: ObserveConfig) -> dict[str, str]:
         if lacking:
             how = f"pip install 'miles-rl[{extra}]'" if extra else f"pip install {' '.join(lacking)}"
             found[name] = f"{', '.join(lacking)} not installed; {how}"
+    if "wandb" in config.trackers and "wandb" not in found:
+        try:
+            config.wandb.chosen_mode()
+        except ConfigError as error:
+            found["wandb"] = str(error)
     return found
 
 

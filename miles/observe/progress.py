@@ -17,6 +17,7 @@ from rich.text import Text
 from miles.config import environment
 
 REDRAW_INTERVAL_S = 0.15
+REWARD = "rollout/reward_mean"
 PLAIN_INTERVAL_S = 5.0
 NOTEBOOK_WIDTH = 100
 # Lines above the block of a notebook.
@@ -66,7 +67,7 @@ class PlainProgress:
         if now - self._last < PLAIN_INTERVAL_S and not last_step:
             return
         self._last = now
-        text = f"step {row['step'] + 1}/{self._total}  reward {row['rollout/reward_mean']:.3f}  "
+        text = f"step {row['step'] + 1}/{self._total}  {_outcome(row)}  "
         text += f"{row['rollout/tokens_per_s']:.0f} tokens/s  {_phases(row)}"
         self.stage(text)
 
@@ -93,7 +94,8 @@ class _Block:
 
     def step(self, row: dict[str, Any]) -> None:
         self._row, self._stage = row, "training"
-        self._rewards.append(float(row["rollout/reward_mean"]))
+        if REWARD in row:
+            self._rewards.append(float(row[REWARD]))
         if time.monotonic() - self._last >= REDRAW_INTERVAL_S or row["step"] + 1 >= self._total:
             self._redraw()
 
@@ -107,7 +109,8 @@ class _Block:
         if not self._row:
             return Group(head)
         table = Table.grid(padding=(0, 2))
-        table.add_row("reward", f"{self._rewards[-1]:.3f}", sparkline(self._rewards, width=40))
+        if self._rewards:
+            table.add_row("reward", f"{self._rewards[-1]:.3f}", sparkline(self._rewards, width=40))
         if "train/loss" in self._row:
             table.add_row("loss", f"{self._row['train/loss']:.4f}", f"grad norm {self._row['train/grad_norm']:.3f}")
         else:
@@ -176,6 +179,13 @@ class NotebookProgress(_Block):
         console.print(self._render())
         text = console.file.getvalue()  # type: ignore[attr-defined]
         return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    """What a step came to in a word: its reward, or its loss where answers are given and not judged."""
+    if REWARD in row:
+        return f"reward {row[REWARD]:.3f}"
+    return f"loss {row['train/loss']:.4f}" if "train/loss" in row else "step skipped"
 
 
 def sparkline(values: list[float], *, width: int) -> str:

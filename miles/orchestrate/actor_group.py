@@ -66,7 +66,9 @@ class ActorGroup:
 
     async def connect(self) -> None:
         """Open the weight sync to every engine, under a new id: engines left over from an earlier life of the run
-        cannot pass for current."""
+        cannot pass for current. Without engines there is none."""
+        if not self.engine_urls:
+            return
         await self.on_all_workers("connect", self.engine_urls, uuid.uuid4().hex, self.token)
 
     async def _gather(self, role: str, method: str, calls: list[Any]) -> list[Any]:

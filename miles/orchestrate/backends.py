@@ -48,7 +48,8 @@ def build_backend(
         master_addr=address,
         master_port=port,
         seed=recipe.seed,
-        temperature=recipe.rollout.temperature,
+        # Given answers were not drawn at any temperature.
+        temperature=1.0 if recipe.supervised else recipe.rollout.temperature,
         rope_kind=recipe.model.rope.type,
         install=install,
         listener=listener,

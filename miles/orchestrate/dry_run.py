@@ -42,16 +42,17 @@ def describe(recipe: Recipe, overrides: Sequence[str], console: Console) -> None
     sharded = parameters / (parallel.tp * parallel.pp)
     weight_bytes = 4 if recipe.train.precision == "fp32" else 2
     per_rank = sharded * (OPTIMIZER_BYTES + weight_bytes)
-    samples = rollout.batch_groups * rollout.group_size
 
     table = Table(title=f"{recipe.name} (digest {digest(recipe)[:16]})", show_header=False)
     table.add_row("model", f"{recipe.model.family}, {parameters:,} parameters")
     table.add_row(
         "trainer", f"{parallel.world_size} rank(s): tp {parallel.tp} pp {parallel.pp} cp {parallel.cp} dp {parallel.dp}"
     )
-    table.add_row("engine", f"{recipe.engine.count} x {recipe.engine.engine} on {recipe.engine.device}")
+    if not recipe.supervised:
+        table.add_row("engine", f"{recipe.engine.count} x {recipe.engine.engine} on {recipe.engine.device}")
     table.add_row("memory per rank", f"{per_rank / GIB:.3f} GiB for weights, gradients and optimizer")
-    table.add_row("step", f"{rollout.batch_groups} prompts x {rollout.group_size} = {samples} samples")
+    samples = f"{rollout.batch_groups} prompts x {rollout.group_size} = {recipe.samples_per_step} samples"
+    table.add_row("step", f"{recipe.samples_per_step} examples" if recipe.supervised else samples)
     table.add_row("steps", f"{recipe.run.steps}, checkpoint every {recipe.run.checkpoint_every}")
     for process, where in placement.describe():
         table.add_row(process, where)

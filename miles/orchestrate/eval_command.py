@@ -25,6 +25,7 @@ from miles.orchestrate.event_loop import run_to_end
 from miles.orchestrate.run_folder import RunFolder, locate
 from miles.orchestrate.startable import check_start
 from miles.orchestrate.train import started_rewards
+from miles.orchestrate.warm_start import start_model
 from miles.recipe import Recipe
 from miles.rollout.access import new_token
 from miles.rollout.config import EngineConfig
@@ -38,7 +39,9 @@ def with_model(recipe: Recipe, model: Path) -> Recipe:
     for name in MODEL_FILES:
         if not (model / name).is_file():
             raise ConfigError(f"{model}: {name} is missing; name a complete Hugging Face model folder")
-    chosen = recipe.model.model_copy(update={"path": str(model), "create": type(recipe.model)().create})
+    chosen = recipe.model.model_copy(
+        update={"path": str(model), "from_recipe": None, "create": type(recipe.model)().create}
+    )
     return recipe.model_copy(update={"model": chosen})
 
 
@@ -50,7 +53,7 @@ def checkpoint_model(recipe: Recipe, overrides: Sequence[str], step: int) -> Ite
     checkpoint = _checkpoint(run, step)
     from miles.train.convert import checkpoint_to_hf
 
-    started_from = run.created_model if recipe.model.path is None else Path(recipe.model.path)
+    started_from = start_model(recipe) or run.created_model
     with contextlib.ExitStack() as stack:
         try:
             # Beside the run, where there is room for models.
@@ -80,6 +83,11 @@ def evaluate(
     """
     if not recipe.eval.sets:
         raise ConfigError("eval.sets is empty, so there is nothing to evaluate; name a set")
+    if recipe.supervised:
+        raise ConfigError(
+            f"{recipe.name}: algo.loss {recipe.algo.loss} has answers to learn and no prompts to ask; evaluate its model by a "
+            "recipe with prompts, e.g. that of the phase after it"
+        )
     recipe = with_model(recipe, model)
     for finding in check_start(recipe):
         warn(f"{finding.severity}: {finding}")

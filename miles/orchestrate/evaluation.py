@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from miles.evaluate import best
 from miles.evaluate.evaluator import Evaluator
@@ -14,6 +14,14 @@ from miles.orchestrate.actor_group import ActorGroup
 from miles.orchestrate.run_folder import RunFolder
 
 TIME = "time/evaluate"
+
+
+class Evaluation(Protocol):
+    """What the loop measures between steps."""
+
+    async def after(self, step: int, version: int, extra: dict[str, Any]) -> dict[str, float]:
+        """Metrics of the weights after `step` steps; `time/evaluate` in seconds."""
+        ...
 
 
 @dataclass(frozen=True)

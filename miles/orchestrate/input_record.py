@@ -21,6 +21,7 @@ from miles.data.tasks.row_sources import source_files
 from miles.evaluate.prompt_sets import data_of
 from miles.orchestrate.errors import RunFolderError
 from miles.orchestrate.run_folder import RunFolder
+from miles.orchestrate.warm_start import start_model
 from miles.recipe import Recipe
 
 # Files above this size are hashed in `BLOCKS` blocks of `BLOCK_BYTES`, evenly spread from the first byte to the last:
@@ -71,7 +72,7 @@ def input_files(recipe: Recipe) -> list[Path]:
     for chosen in recipe.eval.sets:
         if chosen.path is not None or chosen.task is not None:
             files += data_files(data_of(chosen, recipe.data))
-    for model in (recipe.model.path, recipe.algo.teacher):
+    for model in (start_model(recipe), recipe.algo.teacher):
         if model is not None:
             files += sorted(path for pattern in MODEL_FILES for path in Path(model).glob(pattern))
     return sorted(set(files)) + user_code.source_files(recipe.model_dump(mode="json"))

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles.algos.step_batches import PreparedSteps, gather_scores, prepare_scoring, prepare_steps
+from miles.algos.step_batches import PreparedSteps, prepare_scoring, prepare_steps
 from miles.data.sample import Sample
 from miles.data.schedule import ScheduleConfig
 from miles.orchestrate.actor_group import RESUME_HINT, ActorGroup
 from miles.orchestrate.actors import Recording
 from miles.orchestrate.device_sharing import DeviceSharing, Disaggregated
 from miles.orchestrate.errors import RunError
-from miles.orchestrate.evaluation import RunEvaluation
+from miles.orchestrate.evaluation import Evaluation
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.run_folder import RunFolder
-from miles.orchestrate.scores import put_scores, scores_needed
+from miles.orchestrate.scores import put_scores, score_batch, scores_needed
 from miles.orchestrate.stopwatch import Stopwatch
 from miles.recipe import Recipe
 from miles.rollout.protocol import Rollout, RolloutBatch
@@ -44,7 +44,7 @@ class TrainingLoop:
     watch: GradientWatch
     devices: DeviceSharing = field(default_factory=Disaggregated)
     version: int = 0
-    evaluation: RunEvaluation | None = None
+    evaluation: Evaluation | None = None
 
     async def run(self, first_step: int) -> None:
         """Steps `first_step` to `run.steps` - 1; a checkpoint now and then and after the last."""
@@ -95,10 +95,7 @@ class TrainingLoop:
             return
         batch = prepare_scoring(samples, self.schedule)
         for score in needed:
-            arguments = [(batch.for_rank(dp_rank), score.model, score.output) for dp_rank in self.actors.dp_ranks]
-            results = dict(zip(self.actors.dp_ranks, await self.actors.on_workers("score", arguments), strict=True))
-            by_rank = [results[dp_rank] for dp_rank in range(len(batch.ranks))]
-            put_scores(samples, score, gather_scores(batch, by_rank, len(samples)))
+            put_scores(samples, score, await score_batch(batch, len(samples), self.actors, score.model, score.output))
 
     def prepare(self, samples: list[Sample]) -> PreparedSteps:
         """Advantages, and which rank trains which samples in which optimizer step."""
@@ -134,7 +131,10 @@ class TrainingLoop:
         await self.rollout.on_new_version(self.version)
 
     async def send_weights(self, version: int) -> None:
-        """The trainer's weights to every engine as `version`; an engine that does not serve it ends the run."""
+        """The trainer's weights to every engine as `version`; an engine that does not serve it ends the run. Without
+        engines (given answers) there is nobody to send to."""
+        if not self.actors.engines:
+            return
         await self.devices.to_weight_sync()
         check_engines(version, (await self.actors.on_all_workers("send_weights", version))[0])
         await self.devices.to_engines()

@@ -10,14 +10,16 @@ from miles.config.files import storage_error
 from miles.data.tokenizer import build_char_tokenizer
 from miles.models.create import create_checkpoint
 from miles.orchestrate.run_folder import RunFolder
+from miles.orchestrate.warm_start import start_model
 from miles.recipe import Recipe
 from miles.recipe.created_tokenizer import created_tokenizer
 
 
 def prepare_model(recipe: Recipe, folder: RunFolder) -> Path:
-    """Path of a complete Hugging Face folder. Raises `ConfigError` when `model.path` is not one."""
-    if recipe.model.path is not None:
-        path = Path(recipe.model.path)
+    """Path of a complete Hugging Face folder. Raises `ConfigError` when `model.path` is not one, or the phase before is
+    not finished."""
+    path = start_model(recipe)
+    if path is not None:
         if not path.is_dir():
             raise ConfigError(f"model.path {path}: no such folder; give a Hugging Face model folder")
         for name in ("config.json", "tokenizer.json"):

@@ -113,8 +113,9 @@ class Placement:
 def place(recipe: Recipe, cluster: ClusterFacts, *, engines: bool = True) -> Placement:
     """The one placement of this recipe on this cluster. `PlacementError` says what is needed and what there is.
 
-    `engines=False`: the trainer ranks alone.
+    `engines=False`, and a recipe whose answers come from the data: the trainer ranks alone.
     """
+    engines = engines and not recipe.supervised
     plan, rooms = _Plan.of(recipe, cluster, engines=recipe.engine.count if engines else 0), _rooms(cluster)
     if plan.colocated:
         trainers = _seat_trainers(plan, rooms, engines_on_first=plan.engines)

@@ -10,18 +10,27 @@ from miles.orchestrate.placement import Placement, place
 from miles.orchestrate.preflight import check_host, check_port, check_trackers
 from miles.recipe import Recipe
 from miles.recipe.rules import Finding, check_or_raise
+from miles.recipe.warm_start import first_recipe
+from miles.train import installed
 
 
 def check_start(recipe: Recipe) -> list[Finding]:
     """Warnings for a run that may start; `ConfigError` for rules, files, prompts, trackers, engine host or port that
-    stop it."""
-    findings = check_or_raise(recipe)
+    stop it, those of the phase before it (`model.from_recipe`) first."""
+    first = first_recipe(recipe)
+    before = [] if first is None else check_start(first)
+    findings = before + check_or_raise(recipe)
     check_trackers(recipe.observe)
-    check_host(recipe.engine.host)
-    check_port(recipe.engine)
+    if not recipe.supervised:
+        check_host(recipe.engine.host)
+        check_port(recipe.engine)
     return findings
 
 
 def check_place(recipe: Recipe) -> Placement:
-    """Where the run would go now; `PlacementError` where it has no place. An existing cluster is asked what it has."""
+    """Where the run would go now; `PlacementError` where it has no place, `ConfigError` where this machine cannot train.
+
+    An existing cluster is asked what it has.
+    """
+    installed.require()
     return place(recipe, known_facts(recipe.cluster))

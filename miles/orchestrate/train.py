@@ -16,22 +16,17 @@ from rich.console import Console
 from miles.config.files import write_atomic
 from miles.config.metric_names import unregistered
 from miles.data.packing import FlopsShape
-from miles.data.prompts import PromptSource
 from miles.data.tokenizer import Tokenizer
 from miles.evaluate import summary
 from miles.evaluate.best import read_best
-from miles.evaluate.evaluator import Evaluator
 from miles.observe import samples_log
 from miles.observe.metrics_log import MetricsLog, read_rows, require_steps, rewind
 from miles.observe.progress import Progress, open_progress
-from miles.observe.reward_report import MEAN_OVER, write_reward_report
+from miles.observe.reward_report import LOSS, MEAN_OVER, REWARD, write_reward_report
 from miles.observe.samples_log import SamplesLog
 from miles.observe.trackers.feed import Trackers
 from miles.orchestrate.actor_group import ActorGroup, running_actors
-from miles.orchestrate.backends import open_rollout
-from miles.orchestrate.device_sharing import device_sharing
 from miles.orchestrate.errors import ExpectationMissed
-from miles.orchestrate.evaluation import RunEvaluation
 from miles.orchestrate.event_loop import run_to_end
 from miles.orchestrate.gradient_watch import GradientWatch
 from miles.orchestrate.input_record import check_or_record
@@ -42,14 +37,16 @@ from miles.orchestrate.placement import Placement
 from miles.orchestrate.run_folder import RunFolder, claimed, locate
 from miles.orchestrate.run_result import RunResult
 from miles.orchestrate.schedule import schedule_config
+from miles.orchestrate.sources import Surroundings, engine_answers, given_answers
 from miles.orchestrate.startable import check_start
 from miles.orchestrate.sweeper_handle import announce_stop, marked
 from miles.recipe import Recipe, digest
 from miles.recipe.dtype_rules import measured_gap
 from miles.recipe.schema import settings
-from miles.rollout.pool import EnginePool
+from miles.recipe.warm_start import first_recipe
 from miles.rollout.protocol import Rollout
 from miles.rollout.rewards import RewardPool, build_reward
+from miles.train import installed
 
 
 def train(
@@ -60,7 +57,28 @@ def train(
     console: Console,
     on_step: Callable[[Row], object] | None = None,
 ) -> RunResult:
-    """Run the recipe to its end. A run that is already finished is only reported.
+    """Run the recipe to its end, after the phase before it (`model.from_recipe`) where there is one that is not finished.
+
+    `fresh` starts both over. `on_step` is of the last phase. See `train_phase`.
+    """
+    first = first_recipe(recipe)
+    if first is not None:
+        # What is wrong with the second is told before the first has taken its time.
+        check_start(recipe)
+        done = train_phase(first, (), fresh=fresh, console=console)
+        console.print(done.line, highlight=False, soft_wrap=True)
+    return train_phase(recipe, overrides, fresh=fresh, console=console, on_step=on_step)
+
+
+def train_phase(
+    recipe: Recipe,
+    overrides: Sequence[str],
+    *,
+    fresh: bool,
+    console: Console,
+    on_step: Callable[[Row], object] | None = None,
+) -> RunResult:
+    """One recipe to its end. A run that is already finished is only reported.
 
     `on_step` gets a copy of each row of the log as it is recorded; what it raises ends the run.
     """
@@ -72,6 +90,7 @@ def train(
     located = locate(recipe, overrides)
     # A finished run is reported on any machine.
     if fresh or not located.result.exists():
+        installed.require()
         check_placement(recipe)
     with claimed(located, recipe, fresh=fresh) as folder:
         finished = folder.read_result()
@@ -97,7 +116,7 @@ def train(
             with (
                 marked(),
                 # Worker processes of rewards start beside Ray's.
-                started_rewards(recipe, tokenizer) as rewards,
+                contextlib.nullcontext() if recipe.supervised else started_rewards(recipe, tokenizer) as rewards,
                 placed_cluster(recipe, note=progress.stage) as placement,
             ):
                 session = _Session(
@@ -106,7 +125,8 @@ def train(
                 rows = run_to_end(session.run())
                 # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, folder, started)
-                write_reward_report(_steps(recipe, rows), folder.path, name=recipe.name)
+                curve = LOSS if recipe.supervised else REWARD
+                write_reward_report(_steps(recipe, rows), folder.path, name=recipe.name, curve=curve)
         # After the trackers: a finished run is only reported, so they have to have it all.
         write_atomic(folder.result, json.dumps(result, indent=1) + "\n")
     _check_expectations(recipe, rows)
@@ -140,7 +160,7 @@ class _Session:
         model_dir: Path,
         progress: Progress,
         tokenizer: Tokenizer,
-        rewards: RewardPool,
+        rewards: RewardPool | None,
         trackers: Trackers,
         on_step: Callable[[Row], object] | None,
     ) -> None:
@@ -158,24 +178,20 @@ class _Session:
 
     async def _run(self) -> list[Row]:
         recipe, folder = self.recipe, self.folder
-        self.progress.stage("starting trainer and engine")
+        self.progress.stage("starting the trainer" if recipe.supervised else "starting trainer and engine")
         async with running_actors(recipe, self.placement, self.model_dir, folder) as actors:
             async with contextlib.AsyncExitStack() as stack:
-                prompts = stack.enter_context(PromptSource(recipe.data, self.tokenizer, recipe.seed))
-                engines = EnginePool(
-                    actors.engine_urls,
-                    token=actors.token,
-                    timeout_s=recipe.rollout.request_timeout_s,
-                    version_wait_s=recipe.run.timeout_s,
-                )
-                rollout = open_rollout(recipe, engines, prompts, self.tokenizer, self.rewards)
-                first_step, version = self._resume(actors, rollout)
+                schedule = schedule_config(recipe, pad_id=self.tokenizer.pad_id, flops=self._flops())
+                around = Surroundings(recipe, self.model_dir, self.tokenizer, folder, self.progress)
+                if self.rewards is None:
+                    source = given_answers(around, actors, schedule)
+                else:
+                    source = await engine_answers(around, actors, self.rewards)
+                stack.push_async_callback(source.close)
+                first_step, version = self._resume(actors, source.rollout)
                 rows = rewind(folder.metrics, first_dropped_step=first_step)
                 samples_log.rewind(folder.path, first_dropped_step=first_step, warn=self.progress.warn)
                 self.trackers.start(rows)
-                await stack.enter_async_context(engines)
-                stack.push_async_callback(rollout.close)
-                evaluation = self._evaluation(stack, actors, engines)
                 log = stack.enter_context(MetricsLog(folder.metrics))
                 samples = SamplesLog(folder.path, recipe.observe.samples, self.tokenizer, self.progress.warn)
                 stack.callback(samples.close)
@@ -187,15 +203,15 @@ class _Session:
                 loop = TrainingLoop(
                     recipe,
                     actors,
-                    rollout,
+                    source.rollout,
                     folder,
-                    schedule_config(recipe, pad_id=self.tokenizer.pad_id, flops=self._flops()),
+                    schedule,
                     self._recorder(log, rows),
                     samples.append,
                     make_durable,
-                    devices=device_sharing(recipe.placement.mode, actors, engines),
+                    devices=source.devices,
                     version=version,
-                    evaluation=evaluation,
+                    evaluation=source.evaluation,
                     watch=GradientWatch(recipe.algo, recipe.run.no_gradient_warning_steps, self.progress.warn, rows),
                 )
                 # What start-up made lives to the end: collections during the steps need not walk over it.
@@ -203,10 +219,8 @@ class _Session:
                 gc.freeze()
                 stack.callback(gc.unfreeze)  # a program or notebook goes on afterwards
                 await loop.run(first_step)
-                if prompts.task.size is None:
-                    # Those of a task that ends were told by the rules.
-                    for note in prompts.notes():
-                        self.progress.warn(note)
+                for note in source.notes():
+                    self.progress.warn(note)
             self.trackers.end()
             self.progress.stage("exporting the model")
             await actors.on_all_workers("export", folder.exported_model)
@@ -253,25 +267,6 @@ class _Session:
 
         return record
 
-    def _evaluation(
-        self, stack: contextlib.AsyncExitStack, actors: ActorGroup, engines: EnginePool
-    ) -> RunEvaluation | None:
-        recipe = self.recipe
-        if not recipe.eval.sets:
-            return None
-        evaluator = Evaluator(
-            recipe.eval,
-            data=recipe.data,
-            rollout=recipe.rollout,
-            engine=engines,
-            tokenizer=self.tokenizer,
-            rewards=self.rewards,
-        )
-        stack.callback(evaluator.close)
-        keep = recipe.run.keep_best
-        metric = None if keep is None else summary.better_when_higher(keep, recipe.eval)
-        return RunEvaluation(evaluator, actors, self.folder, metric, self.progress)
-
 
 def _steps(recipe: Recipe, rows: list[Row]) -> list[Row]:
     """Without the row of the evaluation after the last step."""
@@ -280,10 +275,15 @@ def _steps(recipe: Recipe, rows: list[Row]) -> list[Row]:
 
 def _result(recipe: Recipe, rows: list[Row], folder: RunFolder, started: float) -> dict[str, Any]:
     steps = _steps(recipe, rows)
-    rewards = [float(row["rollout/reward_mean"]) for row in steps]
+    curve = LOSS if recipe.supervised else REWARD
+    # A skipped step has no loss.
+    values = [float(row[curve.metric]) for row in steps if curve.metric in row]
     training_s = sum(float(row["time/step"]) for row in steps)
-    first, last = rewards[0], sum(rewards[-MEAN_OVER:]) / len(rewards[-MEAN_OVER:])
-    line = f"{recipe.name}: reward {first:.3f} -> {last:.3f} in {training_s:.1f} s ({len(steps)} steps)"
+    first, last, course = None, None, "every step was skipped"
+    if values:
+        first, last = values[0], sum(values[-MEAN_OVER:]) / len(values[-MEAN_OVER:])
+        course = f"{curve.word} {first:.3f} -> {last:.3f}"
+    line = f"{recipe.name}: {course} in {training_s:.1f} s ({len(steps)} steps)"
     evaluation = {name: value for name, value in rows[-1].items() if name.startswith(summary.PREFIX)}
     best = None if recipe.run.keep_best is None else read_best(folder.best)
     return {
@@ -291,8 +291,8 @@ def _result(recipe: Recipe, rows: list[Row], folder: RunFolder, started: float) 
         "line": line,
         "digest": digest(recipe),
         "seed": recipe.seed,
-        "reward_first": first,
-        "reward_last": last,
+        f"{curve.word}_first": first,
+        f"{curve.word}_last": last,
         "steps": len(steps),
         "training_s": training_s,
         "wall_s": time.monotonic() - started,

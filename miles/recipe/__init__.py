@@ -6,4 +6,4 @@
 from miles.recipe.loader import load
 from miles.recipe.schema import Recipe, digest
 
-__all__ = ["Recipe", "created_tokenizer", "digest", "dtype_rules", "load", "placement", "rules", "schema"]
+__all__ = ["Recipe", "created_tokenizer", "digest", "dtype_rules", "load", "placement", "rules", "schema", "warm_start"]

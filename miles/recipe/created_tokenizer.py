@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from miles.data.chat import ChatFormat
 from miles.data.prompt_encoder import wraps_text
+from miles.data.supervised.rows import alphabet
 from miles.data.tasks import build_task
 from miles.data.tasks.user_task import PRINTABLE
 from miles.recipe.schema import Recipe
@@ -13,9 +14,13 @@ def created_tokenizer(recipe: Recipe) -> tuple[str, ChatFormat | None]:
     """(alphabet, the family's chat format where prompts are conversations), for `build_char_tokenizer`."""
     from miles.models import registry
 
-    task = build_task(recipe.data, recipe.seed)
-    if not (task.has_conversations or wraps_text(recipe.data)):
-        return task.alphabet, None
+    if recipe.supervised:
+        own, conversations = alphabet(recipe.data), recipe.data.rows is not None and bool(recipe.data.rows.messages_key)
+    else:
+        task = build_task(recipe.data, recipe.seed)
+        own, conversations = task.alphabet, task.has_conversations
+    if not (conversations or wraps_text(recipe.data)):
+        return own, None
     # Templates write words of their own.
-    alphabet = PRINTABLE + "".join(sorted(set(task.alphabet + (recipe.data.system_prompt or "")) - set(PRINTABLE)))
-    return alphabet, registry.chat_format(recipe.model.family)
+    characters = PRINTABLE + "".join(sorted(set(own + (recipe.data.system_prompt or "")) - set(PRINTABLE)))
+    return characters, registry.chat_format(recipe.model.family)

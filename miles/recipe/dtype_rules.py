@@ -12,8 +12,8 @@ GAP, LARGEST_GAP = "mismatch/abs_diff_mean", "mismatch/abs_diff_max"
 
 
 def differ(recipe: Recipe) -> bool:
-    """Trainer and engine compute in different dtypes."""
-    return ENGINE_DTYPE[recipe.train.precision] != recipe.engine.dtype
+    """Trainer and engine compute in different dtypes. Given answers need no engine."""
+    return not recipe.supervised and ENGINE_DTYPE[recipe.train.precision] != recipe.engine.dtype
 
 
 def objections(recipe: Recipe) -> Iterator[tuple[Literal["error", "warning"], str, str]]:

@@ -17,6 +17,9 @@ Objection = tuple[str, str]
 
 def objections(recipe: Recipe) -> Iterator[Objection]:
     """(what acts nowhere and why, what to do) for every such option."""
+    if recipe.supervised:
+        yield from _sampling_options(recipe)
+        return
     yield from _ratio_options(recipe)
     if recipe.algo.needs_values and not recipe.several_steps and _is_set(recipe.algo.value, "eps_clip"):
         yield (
@@ -55,9 +58,37 @@ def _ratio_options(recipe: Recipe) -> Iterator[Objection]:
         yield f"{said}: {reason}", f"{_several_steps(recipe)}, or algo.correction.bypass=true, or remove it"
 
 
+_EVALUATE_ELSEWHERE = "evaluate the run's hf_model by `miles eval` with a recipe that has prompts, or remove it"
+# When the loss of held-out examples is measured, under `eval`.
+_HELD_OUT_LOSS = ("every",)
+
+
+def _sampling_options(recipe: Recipe) -> Iterator[Objection]:
+    """What a run whose answers come from the data does not have."""
+    sections: tuple[tuple[str, BaseModel], ...] = (
+        ("rollout", recipe.rollout),
+        ("engine", recipe.engine),
+        ("sync", recipe.sync),
+        ("eval", recipe.eval),
+        ("placement", recipe.placement),
+    )
+    for section, model in sections:
+        names = ", ".join(
+            f"{section}.{name}"
+            for name in type(model).model_fields
+            if _is_set(model, name) and name not in _HELD_OUT_LOSS
+        )
+        if names:
+            yield (
+                f"{names} act{'' if ',' in names else 's'} nowhere: algo.loss {recipe.algo.loss} learns from the answers of "
+                "the data, and no engine is started",
+                _EVALUATE_ELSEWHERE if section == "eval" else "remove it",
+            )
+
+
 def _several_steps(recipe: Recipe) -> str:
-    return f"set data.global_batch_size below the {recipe.rollout.batch_groups * recipe.rollout.group_size} rollouts of a step"
+    return f"set data.global_batch_size below the {recipe.samples_per_step} rollouts of a step"
 
 
 def _is_set(section: BaseModel, name: str) -> bool:
-    return bool(getattr(section, name) != type(section).model_fields[name].get_default())
+    return bool(getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True))

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from miles.config import ConfigError
+from miles.data.end_tokens import read_end_tokens
 from miles.data.prompt_encoder import Encoder
 from miles.data.prompts import Prompt, PromptSource
+from miles.data.supervised.source import ExampleSource
 from miles.data.tokenizer import Tokenizer, build_char_tokenizer, char_vocabulary
 from miles.evaluate.prompt_sets import read_prompts, seen_in_training
 from miles.quant.config import QuantConfig
 from miles.recipe.created_tokenizer import created_tokenizer
 from miles.recipe.schema import Recipe
+from miles.recipe.warm_start import origin
 from miles.rollout.rewards import RewardFn
 
 # Prompts of an endless task are alike; of one that ends all are looked at.
@@ -49,12 +52,13 @@ class CharacterCount:
 
 def check_files(recipe: Recipe) -> None:
     """`ConfigError` for a model or teacher folder that is not complete, or a model trained with another rounding."""
-    for folder in (recipe.model.path, recipe.algo.teacher):
+    model = origin(recipe).model.path
+    for folder in (model, recipe.algo.teacher):
         if folder is not None:
             check_model_files(Path(folder))
-    if recipe.model.path is not None:
-        check_tokenizer(Path(recipe.model.path))
-        check_contract(recipe.quant, Path(recipe.model.path))
+    if model is not None:
+        check_tokenizer(Path(model))
+        check_contract(recipe.quant, Path(model))
 
 
 def check_model_files(folder: Path) -> None:
@@ -107,6 +111,8 @@ class FirstPrompts:
     evaluation: dict[str, list[Prompt]] = field(default_factory=dict)
     overlap: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    # Tokens of the longest example with its answers; 0 where answers are not given.
+    longest_example: int = 0
 
 
 def first_prompts(recipe: Recipe) -> FirstPrompts:
@@ -114,15 +120,34 @@ def first_prompts(recipe: Recipe) -> FirstPrompts:
 
     Of a task that ends all are looked at. Empty for a model folder without a tokenizer, which `check_files` refuses.
     """
-    if recipe.model.path is None:
-        alphabet, chat = created_tokenizer(recipe)
+    start = origin(recipe)
+    if start.model.path is None:
+        alphabet, chat = created_tokenizer(start)
         if chat is None:
             return _first_prompts(recipe, CharacterCount(alphabet))
         with tempfile.TemporaryDirectory() as folder:
             return _first_prompts(recipe, build_char_tokenizer(alphabet, folder, chat=chat))
-    if not (Path(recipe.model.path) / "tokenizer.json").is_file():
+    if not (Path(start.model.path) / "tokenizer.json").is_file():
         return FirstPrompts()
-    return _first_prompts(recipe, Tokenizer(recipe.model.path))
+    return _first_prompts(recipe, Tokenizer(start.model.path))
+
+
+def first_examples(recipe: Recipe) -> FirstPrompts:
+    """The examples of a recipe whose answers are given, by the run's own source: all of them, for their length and notes."""
+    start = origin(recipe)
+    if start.model.path is None:
+        with tempfile.TemporaryDirectory() as folder:
+            alphabet, chat = created_tokenizer(start)
+            return _first_examples(recipe, build_char_tokenizer(alphabet, folder, chat=chat), ())
+    model = Path(start.model.path)
+    if not (model / "tokenizer.json").is_file():
+        return FirstPrompts()
+    return _first_examples(recipe, Tokenizer(model), read_end_tokens(model).ids)
+
+
+def _first_examples(recipe: Recipe, tokenizer: Tokenizer, end_ids: Sequence[int]) -> FirstPrompts:
+    source = ExampleSource(recipe.data, tokenizer, recipe.seed, end_ids=end_ids)
+    return FirstPrompts(notes=source.notes(), longest_example=source.longest)
 
 
 def _first_prompts(recipe: Recipe, encoder: Encoder) -> FirstPrompts:

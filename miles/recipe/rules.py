@@ -17,8 +17,9 @@ from miles.data.prompts import Prompt
 from miles.data.tokenizer import char_vocabulary
 from miles.recipe import dtype_rules, evaluation_rules, idle_rules, measured, nvfp4_rules, tokenizer_files
 from miles.recipe.created_tokenizer import created_tokenizer
-from miles.recipe.inputs import FirstPrompts, check_answers, check_files, first_prompts
+from miles.recipe.inputs import FirstPrompts, check_answers, check_files, first_examples, first_prompts
 from miles.recipe.schema import Recipe
+from miles.recipe.warm_start import origin
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Rule:
 def facts_of(recipe: Recipe) -> Facts:
     """`model_facts`, and the length of the prompts. Raises `ConfigError` for prompts that the run would refuse."""
     facts = model_facts(recipe)
+    if recipe.supervised:
+        return replace(facts, prompts=first_examples(recipe))
     prompts = first_prompts(recipe)
     return replace(
         facts,
@@ -82,6 +85,8 @@ def model_facts(recipe: Recipe) -> Facts:
     from miles.models import registry
     from miles.models.family import read_hf_config
 
+    # Of the model that an earlier phase exports, what that phase starts from has the shape and the tokenizer.
+    recipe = origin(recipe)
     if recipe.model.path is not None:
         path = Path(recipe.model.path)
         said = tuple(tokenizer_files.objections(path))
@@ -97,7 +102,7 @@ def _user_code(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
     try:
         recipe.algo.check_declared()
-        recipe.check_group_size()
+        recipe.check_source()
     except (ConfigError, ValueError) as error:
         message, _, fix = str(error).partition("; ")
         yield Finding("USER-CODE", "error", message, fix)
@@ -126,6 +131,13 @@ def _family(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 def _sequence_fits(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     rollout, prompt = recipe.rollout, facts.longest_prompt
     positions, context = facts.hf_config.get("max_position_embeddings"), recipe.engine.context_length
+    if recipe.supervised:
+        longest = facts.prompts.longest_example
+        if positions is not None and longest > positions:
+            message = f"an example has {longest} tokens, above the model's {positions} positions"
+            fix = f"set data.supervised.max_tokens={positions} and data.too_long=drop, or shorten the example"
+            yield Finding("SEQ-FIT", "error", message, fix)
+        return
     if rollout.max_context is not None and rollout.max_context <= prompt:
         message = f"rollout.max_context {rollout.max_context} leaves no token after a prompt of {prompt}"
         yield Finding("SEQ-FIT", "error", message, f"raise it to at least {prompt + 1}, or shorten the prompts")
@@ -150,7 +162,7 @@ def _sequence_fits(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
 def _engine_model(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     """A trainer may know more of a family than the engine beside it."""
-    if recipe.engine.engine != "embedded" or recipe.model.path is None:
+    if recipe.supervised or recipe.engine.engine != "embedded" or recipe.model.path is None:
         return  # a created model is one that both know
     from miles.rollout.engines.embedded.models import check_served
 
@@ -178,6 +190,8 @@ def _tokenizer(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 def _reward(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     from miles.rollout.rewards import build_reward
 
+    if recipe.supervised:
+        return
     try:
         reward = build_reward(recipe.rollout.reward, recipe.data, seed=recipe.seed)
         check_answers(recipe, [*facts.prompts.training, *chain(*facts.prompts.evaluation.values())], reward)
@@ -223,6 +237,8 @@ def _support(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
 
 def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
     del facts
+    if recipe.supervised:
+        return  # nothing is sampled
     rollout, engine = recipe.rollout, recipe.engine
     correction = recipe.algo.correction
     if rollout.max_staleness and not (correction.active or correction.bypass):
@@ -243,13 +259,6 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
             "rollout is trained in one optimizer step"
         )
         fix = "set data.global_batch_size below the step's rollouts, or algo.correction.bypass=true, or remove opsm"
-        yield Finding("ROLLOUT-MODE", "error", message, fix)
-    if not recipe.algo.declared_loss.advantages:
-        message = (
-            f"algo.loss {recipe.algo.loss} repeats every answer whatever its reward, and the loop's answers are the "
-            "policy's own"
-        )
-        fix = "use algo.loss=ppo_clip; supervised data goes through miles.algos.step_batches.prepare_steps"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
     if engine.engine != "embedded":
         message = f"engine.engine {engine.engine} cannot be started by the loop yet"

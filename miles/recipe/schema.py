@@ -10,7 +10,9 @@ from pydantic import Field, model_validator
 
 from miles.algos.config import AlgoConfig
 from miles.config import ConfigError, StrictModel, metric_names, user_code
+from miles.config.metric_table import HELD_OUT_LOSS
 from miles.data.config import DataConfig
+from miles.data.supervised.config import SupervisedConfig
 from miles.evaluate import prompt_sets, summary
 from miles.evaluate.config import EvalConfig
 from miles.models.config import ModelConfig
@@ -51,19 +53,14 @@ class Recipe(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        if not user_code.is_reference(self.algo.advantage):
-            self.check_group_size()
-        self._check_evaluation()
-        rollouts = self.rollout.batch_groups * self.rollout.group_size
-        if self.data.global_batch_size is not None and self.data.global_batch_size > rollouts:
-            raise ValueError(
-                f"data.global_batch_size is {self.data.global_batch_size}, but a step has rollout.batch_groups x "
-                f"rollout.group_size = {rollouts} rollouts; lower it, or raise those"
-            )
+        if not (user_code.is_reference(self.algo.advantage) or user_code.is_reference(self.algo.loss)):
+            self.check_source()
         named = [(f"expect.{name}", name) for name in self.expect]
         named += [(f"quant.gates.{index}.name", gate.name) for index, gate in enumerate(self.quant.gates)]
         for key, name in named:
             evaluated = key.startswith("expect.") and name.startswith(summary.PREFIX)
+            if evaluated and name == HELD_OUT_LOSS:
+                continue  # a rule knows whether this run measures it
             fault = summary.fault(name, self.eval) if evaluated else metric_names.fault(name)
             if fault is not None:
                 raise ValueError(f"{key}: {name} {fault}")
@@ -86,8 +83,35 @@ class Recipe(StrictModel):
             except ValueError as error:
                 raise ValueError(f"run.keep_best: {error}") from None
 
-    def check_group_size(self) -> None:
-        """`ValueError` when the advantage compares the samples of a group and a group has one sample."""
+    def check_source(self) -> None:
+        """`ValueError` for options that do not fit where the samples come from, an engine or the data. For an advantage
+        or a loss of the user's own this imports it."""
+        if self.supervised:
+            if self.data.too_long == "truncate_left":
+                raise ValueError(
+                    "data.too_long is truncate_left, which cuts the question from its answer; use drop or error, with "
+                    "data.supervised.max_tokens as the limit"
+                )
+            if self.run.keep_best is not None:
+                raise ValueError(
+                    f"run.keep_best is {self.run.keep_best}, but algo.loss {self.algo.loss} starts no engine that could "
+                    "evaluate; remove it, and compare finished runs by `miles eval`"
+                )
+        else:
+            self._check_evaluation()
+            self._check_group_size()
+            if self.data.supervised != SupervisedConfig():
+                raise ValueError(
+                    f"data.supervised has no effect with algo.loss {self.algo.loss}; set algo.loss to sft, or remove it"
+                )
+        size, samples = self.data.global_batch_size, self.samples_per_step
+        if size is not None and size > samples:
+            of = "data.supervised.batch_examples" if self.supervised else "rollout.batch_groups x rollout.group_size"
+            raise ValueError(
+                f"data.global_batch_size is {size}, but a step has {of} = {samples} rollouts; lower it, or raise those"
+            )
+
+    def _check_group_size(self) -> None:
         if self.rollout.group_size == 1 and self.algo.declared_advantage.groups:
             raise ValueError(
                 f"rollout.group_size is 1 but algo.advantage {self.algo.advantage} compares the samples of a group, so "
@@ -96,9 +120,20 @@ class Recipe(StrictModel):
 
     @property
     def several_steps(self) -> bool:
-        """One rollout is trained in more than one optimizer step."""
-        rollouts = self.rollout.batch_groups * self.rollout.group_size
-        return self.data.global_batch_size is not None and self.data.global_batch_size < rollouts
+        """The samples of a step are trained in more than one optimizer step."""
+        return self.data.global_batch_size is not None and self.data.global_batch_size < self.samples_per_step
+
+    @property
+    def supervised(self) -> bool:
+        """Answers come from the data: the loss uses no advantages, so that there are no engines, rewards or evaluations."""
+        return not self.algo.declared_loss.advantages
+
+    @property
+    def samples_per_step(self) -> int:
+        """Rollouts, or supervised examples, of one training step."""
+        if self.supervised:
+            return self.data.supervised.batch_examples
+        return self.rollout.batch_groups * self.rollout.group_size
 
 
 def canonical_json(recipe: Recipe) -> str:

@@ -7,6 +7,7 @@ __all__ = [
     "engines",
     "errors",
     "filters",
+    "given_answers",
     "groups",
     "http_server",
     "own_generate",

@@ -2,6 +2,17 @@
 
 from miles.config.callable_room import make_callable
 
-__all__ = ["backend", "config", "convert", "errors", "flops", "megatron", "parallel_checks", "step_replay", "steps"]
+__all__ = [
+    "backend",
+    "config",
+    "convert",
+    "errors",
+    "flops",
+    "installed",
+    "megatron",
+    "parallel_checks",
+    "step_replay",
+    "steps",
+]
 
 make_callable(__name__)

@@ -107,3 +107,12 @@ def test_recipe_and_program_of_the_guides_are_whole(runs, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mine: reward 0." in done.stdout
     assert (tmp_path / "runs" / "mine" / "hf_model" / "config.json").is_file()
+
+
+@pytest.mark.timeout(400)
+def test_a_warm_start_reaches_its_reward_by_the_guides_command(runs, tmp_path):
+    *_, evaluated = follow("docs/guide/warm-start.md", tmp_path, runs)
+    assert rows(tmp_path, "spell_backward_sft")[0]["train/loss"] > 3.0
+    learned = [row["rollout/reward_mean"] for row in rows(tmp_path, "sft_then_grpo") if "rollout/reward_mean" in row]
+    assert sum(learned[-5:]) / 5 >= 0.9
+    assert evaluated

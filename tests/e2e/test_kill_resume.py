@@ -1,8 +1,9 @@
 """Kill -9 and SIGSTOP of every kind of process at random moments; the same command resumes to the identical curve.
 
 The points are spread over the whole life of a run (start-up, steps and checkpoints, export) and over its processes: the
-driver, trainers, engines, reward workers and their server, Ray's daemons and agents, the sweeper. Each hits a run that earlier ones may already have
-interrupted, so resumes of resumes are covered too. After each end nothing that descended from the driver is alive.
+driver, trainers, engines, reward workers and their server, Ray's daemons and agents, the sweeper. Each hits a run that
+earlier ones may already have interrupted, so resumes of resumes are covered too. After each end nothing that descended
+from the driver is alive.
 
 A stopped process is not an ended one: the run waits for it as long as its limits say. A stopped driver is killed after a
 moment, as a scheduler does.
@@ -24,7 +25,7 @@ from family_tree import descendants, kinds, require_gone
 
 from miles_ci.declare import register_cpu_ci
 
-register_cpu_ci(est_time=1800, suite="stage-b-cpu", nightly=True, timeout=3600)
+register_cpu_ci(est_time=900, suite="stage-b-cpu", nightly=True, timeout=1800)
 
 TOTAL = 60
 REWARD = Path(__file__).parent / "helpers" / "judged.py"

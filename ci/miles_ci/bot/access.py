@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from miles_ci.bot.directives import Directives, Errors, parse_directives
@@ -74,7 +74,7 @@ def read_pull(client: Client, number: int) -> PullRequest:
 def timestamp(text: Any) -> float | None:
     """Seconds since the epoch of an API time, None when missing or malformed."""
     try:
-        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).astimezone(UTC).timestamp()
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).astimezone(timezone.utc).timestamp()
     except ValueError:
         return None
 

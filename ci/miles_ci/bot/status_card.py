@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from miles_ci.bot.github import Client, GitHubError
@@ -101,7 +101,7 @@ def make_card(client: Client, run: Run, *, now: float, analyst: Analyst | None =
     jobs, why = rows(jobs_of(client, run.id, run.attempt), collected.report, analyst)
     file = run.path.split("@")[0].rsplit("/", 1)[-1]
     cadence = _CADENCES.get(file, "regular")
-    when = datetime.fromtimestamp(run.created_at or now, UTC)
+    when = datetime.fromtimestamp(run.created_at or now, timezone.utc)
     if cadence == "nightly" and lark.is_weekly(when):
         cadence = "weekly"
     workflow = str(run.raw.get("name") or file)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +96,7 @@ def _card(args: argparse.Namespace) -> Card:
         )
         for shard in shards
     )
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return Card(args.title, "regular", when, args.url, "success" if report.ok else "failure", report, jobs)
 
 

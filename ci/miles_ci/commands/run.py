@@ -23,6 +23,7 @@ from miles_ci.environment import read
 from miles_ci.errors import ExitCode, PlanMismatch, UsageError, suggestion
 from miles_ci.plan.build import PlanOptions, build_plan
 from miles_ci.plan.model import Plan, Shard, Unit
+from miles_ci.run import system
 from miles_ci.run.from_plan import default_branch, only_files, parse_shard, run_info
 from miles_ci.workspace import Workspace
 
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    system.require()
     space = workspace(args)
     if args.suite not in space.fleet.suites:
         raise UsageError(

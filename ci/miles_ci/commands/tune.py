@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from miles_ci.commands.options import add_workspace, workspace
@@ -88,7 +88,7 @@ def _learn(space: Workspace, table: Durations, results: list[str], address: str 
             store.close()
         found = {
             **found,
-            **learned_of_history(space.fleet, passing, datetime.fromtimestamp(now, UTC).date().isoformat()),
+            **learned_of_history(space.fleet, passing, datetime.fromtimestamp(now, timezone.utc).date().isoformat()),
         }
     merged = prune(merge(table, found), space.catalog)
     merged.save(space.root / space.table)

@@ -31,7 +31,7 @@ _BLOCKS: dict[type[ast.AST], str] = {
     ast.With: "`with`",
     ast.AsyncWith: "`async with`",
     ast.Try: "`try`",
-    ast.TryStar: "`try`",
+    getattr(ast, "TryStar", ast.Try): "`try`",  # from Python 3.11 on
     ast.Match: "`match`",
     ast.Lambda: "a lambda",
     ast.Assign: "an assignment",

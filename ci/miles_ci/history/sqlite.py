@@ -14,6 +14,8 @@ from miles_ci.history.errors import NoSuchStore, StoreError
 from miles_ci.history.sql import SqlStore
 
 BUSY_TIMEOUT_S = 10.0
+# SQLite's own word for SQLITE_BUSY; the number of an error is there from Python 3.11 on.
+_BUSY = "database is locked"
 
 
 class SqliteStore(SqlStore):
@@ -54,7 +56,7 @@ class SqliteStore(SqlStore):
                 self._execute("PRAGMA journal_mode=WAL")
                 return
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                if str(error) != _BUSY or time.monotonic() >= deadline:
                     raise
                 time.sleep(0.01)
 

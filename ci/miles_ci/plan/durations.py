@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def learn(observations: Iterable[Observation], now: float) -> dict[Key, Learned]
     learned: dict[Key, Learned] = {}
     for key, seen_list in files.items():
         recent = sorted(seen_list, key=lambda seen: (seen.finished_at, seen.ms))[-WINDOW:]
-        last = datetime.fromtimestamp(recent[-1].finished_at, UTC).date().isoformat()
+        last = datetime.fromtimestamp(recent[-1].finished_at, timezone.utc).date().isoformat()
         medians: dict[str, int | None] = {
             name: median_ms(seen.ms for seen in sorted(group, key=lambda seen: seen.finished_at)[-WINDOW:])
             for name, group in items.get(key, {}).items()

@@ -4,10 +4,13 @@ cannot be bounded, and path globs with letters that mean nothing here."""
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 # Up to here a repetition of something variable multiplies the work by a constant that a log can bear.
 FEW = 10
+# The standard library's own parser, by the name that this Python gives it.
+_PARSER = "re._parser" if sys.version_info >= (3, 11) else "sre_parse"
 
 
 def slow_pattern(pattern: str) -> str | None:
@@ -16,7 +19,7 @@ def slow_pattern(pattern: str) -> str | None:
     Such a one repeats, without a small bound, something that can itself match the same text in several ways: another
     variable repetition, or alternatives. Stricter than needed (`(?:a+,)*` is harmless): a log of any size meets it.
     """
-    tree = importlib.import_module("re._parser").parse(pattern)
+    tree = importlib.import_module(_PARSER).parse(pattern)
     try:
         return "a repetition inside a repetition" if _ambiguous(tree, repeated=False) else None
     except RecursionError:

@@ -163,13 +163,14 @@ class _Builder:
             if name == "<<":
                 self._error(key_node, "yaml-alias", "a merge key is refused: it hides what an entry says")
                 continue
+            place = (*keys, name)
             if name in result:
-                first = self.document.keys[(*keys, name)]
+                first = self.document.keys[place]
                 message = f"duplicate key '{name}' (first in line {first[0]})"
                 self._error(key_node, "duplicate-key", message)
                 continue
-            self.document.keys[(*keys, name)] = (mark.line + 1, mark.column + 1)
-            result[name] = self.build(value_node, (*keys, name))
+            self.document.keys[place] = (mark.line + 1, mark.column + 1)
+            result[name] = self.build(value_node, place)
         return result
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from miles_ci.errors import UsageError
 from miles_ci.run import results
-from miles_ci.run.rerun import RERUN_PREFIX
-from miles_ci.run.results import RESULTS_NAME, Provisional, ShardResults, TestResult
+from miles_ci.run.results import RERUN_PREFIX, RESULTS_NAME, Provisional, ShardResults, TestResult
 
 SLOWEST = 5
 

@@ -6,4 +6,4 @@ Stages, each its own module: `unit` (what is to run) -> `slots` + `schedule` (wh
 (`miles_ci.plan`), reports over several shards (`miles_ci.report`).
 """
 
-__all__ = ["console", "devices", "from_plan", "judge", "rerun", "results", "runner", "shard"]
+__all__ = ["console", "devices", "from_plan", "judge", "rerun", "results", "runner", "shard", "system"]

@@ -13,7 +13,6 @@ from miles_ci.run.results import ShardResults
 from miles_ci.run.runner import run_plan
 from miles_ci.run.shard import ShardJob
 
-RERUN_PREFIX = "rerun-"
 _REPEATABLE = (results.FAILED, results.ERROR, results.TIMEOUT)
 
 
@@ -35,7 +34,7 @@ def rerun_failed(
         if not units:
             break
         console.line(f"repetition {number} of {len(units)} failed file(s), to tell flaky from broken")
-        folder = job.folder / f"{RERUN_PREFIX}{number}"
+        folder = job.folder / f"{results.RERUN_PREFIX}{number}"
         again = run_plan(
             dataclasses.replace(job, units=units, retry_rows=(), folder=folder), devices=devices, console=console
         )

@@ -19,6 +19,8 @@ from miles_ci.valid_text import valid_text
 SCHEMA = 2
 RESULTS_NAME = "results.json"
 OBSERVED_NAME = "observed.json"
+# Folders of repetitions, inside the shard's.
+RERUN_PREFIX = "rerun-"
 
 PASSED, FAILED, ERROR, TIMEOUT = "passed", "failed", "error", "timeout"
 NO_TESTS, ALL_SKIPPED, DECLARATION_ERROR, INFRA = "no_tests", "all_skipped", "declaration_error", "infra"

@@ -1,14 +1,18 @@
 """Print a requirements file from pyproject.toml: `python …/requirements.py pyproject.toml --extra dev`.
 
-Standard library only: it runs before anything is installed.
+Standard library only (and `tomli` on Python 3.10): it runs before anything is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tomllib
 from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 def requirements(pyprojects: list[Path], extras: list[str]) -> list[str]:

@@ -6,4 +6,12 @@ from miles.data.chat.conversation import Conversation, check_characters
 from miles.data.chat.renderer import ChatRenderer
 from miles.data.chat.template import ChatFormat, ChatTemplate, read_template
 
-__all__ = ["ChatFormat", "ChatRenderer", "ChatTemplate", "Conversation", "check_characters", "read_template"]
+__all__ = [
+    "ChatFormat",
+    "ChatRenderer",
+    "ChatTemplate",
+    "Conversation",
+    "check_characters",
+    "conversation",
+    "read_template",
+]

@@ -74,6 +74,10 @@ class Conversation:
             )
         return Conversation(({"role": "system", "content": text}, *self.messages), self.tools)
 
+    def without_answer(self) -> Conversation:
+        """An answered conversation as the prompt that its last message answers."""
+        return Conversation(self.messages[:-1], self.tools)
+
     def key(self) -> str:
         """What tells this conversation from others: canonical JSON of messages and tools; of a question alone its text."""
         if self.tools is None and len(self.messages) == 1 and self.messages[0].keys() == {"role", "content"}:

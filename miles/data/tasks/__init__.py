@@ -79,4 +79,4 @@ def build_held_out_task(config: DataConfig, seed: int) -> Task | None:
     return RowFile(config.task, rows, seed, option="data.held_out_path")
 
 
-__all__ = ["Task", "TaskItem", "build_held_out_task", "build_task", "row_sources", "user_task"]
+__all__ = ["Task", "TaskItem", "build_held_out_task", "build_task", "row_file", "row_sources", "user_task"]

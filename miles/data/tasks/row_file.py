@@ -52,9 +52,9 @@ def _item(row: Row, place: str, config: RowsConfig) -> TaskItem:
     text, conversation = "", None
     prompt_key = config.messages_key or config.prompt_key or "prompt"
     if config.messages_key is None:
-        text = _text(row, prompt_key, place)
+        text = text_in(row, prompt_key, place)
     else:
-        tools = None if config.tools_key is None else _tools(row.get(config.tools_key), config.tools_key, place)
+        tools = None if config.tools_key is None else tools_in(row, config.tools_key, place)
         conversation = Conversation.of(row.get(prompt_key), tools, place=place, key=prompt_key)
     answer = None
     if config.answer_key is not None:
@@ -77,7 +77,8 @@ def _item(row: Row, place: str, config: RowsConfig) -> TaskItem:
     return TaskItem(text, answer, metadata, conversation, place)
 
 
-def _text(row: Row, key: str, place: str) -> str:
+def text_in(row: Row, key: str, place: str) -> str:
+    """The text under `key`. `ConfigError` names what is there instead."""
     value = row.get(key)
     if isinstance(value, list):
         raise ConfigError(f"{place}: {key!r} is a list, not text; for messages, set messages_key to {key}")
@@ -93,7 +94,9 @@ def _text(row: Row, key: str, place: str) -> str:
     return value
 
 
-def _tools(value: Any, key: str, place: str) -> Any:
+def tools_in(row: Row, key: str, place: str) -> Any:
+    """What is under `key`, read where it is JSON text."""
+    value = row.get(key)
     if not isinstance(value, str):
         return value
     try:

@@ -32,7 +32,8 @@ class WeightsAndBiases:
             # Before anything is written under it: a kill in between makes no second run.
             name = secrets.token_hex(4)
             run_id.keep(self._run.folder, "wandb", name, where=where)
-        offline = self._config.mode == "offline"
+        mode = self._config.chosen_mode()
+        offline = mode == "offline"
         sent = _forget_unsent(self._run.folder / "wandb", name) if offline else 0
         self._handle = wandb.init(
             id=name,
@@ -41,7 +42,7 @@ class WeightsAndBiases:
             entity=self._config.entity,
             name=self._run.name,
             dir=self._run.folder,
-            mode=self._config.mode,
+            mode=mode,
             config=self._run.settings,
             # Numbers and settings only: no code, no diff, no command line, no machine, no output.
             settings=wandb.Settings(

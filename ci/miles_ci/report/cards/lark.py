@@ -13,7 +13,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from miles_ci.report.cards.model import Card, RowGroup, hidden_text, reason_text, skipped_lines, totals
@@ -185,4 +185,4 @@ def _message(status: int, code: int | None) -> str:
 
 def is_weekly(when: datetime) -> bool:
     """Saturday in UTC is the weekly run's day."""
-    return when.astimezone(UTC).weekday() == 5
+    return when.astimezone(timezone.utc).weekday() == 5

@@ -6,12 +6,15 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Arms = tuple[tuple[int, int], ...]
 """The compound statements around a statement of a body, and which of their alternatives holds it."""
 
+# `except*` is read from Python 3.11 on.
+_TRY: tuple[Any, ...] = (ast.Try, getattr(ast, "TryStar", ast.Try))
 _NO_TESTS = frozenset({"fixture", "property", "overload"})
 _TEST_WORD = re.compile(r"^[tT]est|Tests?$|_tests?$")
 
@@ -152,7 +155,7 @@ def _blocks(statement: ast.stmt) -> Iterator[tuple[int, list[ast.stmt]]]:
     elif isinstance(statement, ast.For | ast.While):
         yield 0, statement.body
         yield 0, statement.orelse
-    elif isinstance(statement, ast.Try | ast.TryStar):
+    elif isinstance(statement, _TRY):
         yield 0, statement.body
         yield 0, statement.orelse
         yield from ((number, handler.body) for number, handler in enumerate(statement.handlers, 1))

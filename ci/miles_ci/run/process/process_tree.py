@@ -11,6 +11,8 @@ import signal
 import time
 from collections import namedtuple
 
+from miles_ci.run.process import kernel
+
 # `dataclasses` and `typing` would double the start-up time of the supervisor.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -108,16 +110,6 @@ def send(processes: Iterable[Process], number: int) -> int:
     return taken
 
 
-def write_file(path: str, text: str) -> bool:
-    """Write a control file; False when that is not allowed or the file is gone."""
-    try:
-        with open(path, "w") as file:
-            file.write(text)
-    except OSError:
-        return False
-    return True
-
-
 def reap() -> tuple[list[tuple[int, int]], bool]:
     """Collect every child that has ended: [(pid, wait status)], and whether no child is left at all."""
     ended: list[tuple[int, int]] = []
@@ -198,7 +190,7 @@ def kill_all(
     deadline = time.monotonic() + limit_s
     while True:
         if cgroup is not None:
-            write_file(f"{cgroup}/cgroup.kill", "1")
+            kernel.kill_cgroup(cgroup)
         deliver(stop_all(root, until=deadline, find=find, deliver=deliver), signal.SIGKILL)
         ended, childless = reap()
         for pid, status in ended:

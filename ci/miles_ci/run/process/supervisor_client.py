@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_ci.run.process import process_tree, supervisor_main
+from miles_ci.run.process import kernel, process_tree, supervisor_main
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 _BOOT = f"import sys; sys.path.insert(0, {_PACKAGE_PARENT!r}); from miles_ci.run.process.supervisor_main import main; main()"
@@ -198,7 +198,7 @@ def _lost(events: _Events, wall_s: float) -> Ended:
     survivors: tuple[Leftover, ...] = ()
     if started is not None:
         if started["cgroup"] is not None:
-            process_tree.write_file(f"{started['cgroup']}/cgroup.kill", "1")
+            kernel.kill_cgroup(started["cgroup"])
         main = process_tree.read_process(started["pid"])
         tree: list[process_tree.Process] = []
         if main is not None:

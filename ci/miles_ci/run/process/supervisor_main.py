@@ -17,13 +17,12 @@ import signal
 import sys
 import time
 
-from miles_ci.run.process import process_tree
+from miles_ci.run.process import kernel, process_tree
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-PR_SET_CHILD_SUBREAPER = 36
 STACKS_S = 2.0
 TERM_S = 10.0
 VERIFY_S = 5.0
@@ -31,32 +30,6 @@ LEFTOVER_GRACE_S = 0.5
 LEFTOVER_TERM_S = 2.0
 CANCEL_TERM_S = 1.5
 CANCEL_VERIFY_S = 1.5
-
-
-def become_subreaper() -> None:
-    """Orphans below this process become its children instead of init's."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def make_cgroup(name: str) -> str | None:
-    """A fresh cgroup v2 below our own, or None where that is not allowed (most containers)."""
-    try:
-        with open("/proc/self/cgroup") as file:
-            own = next(line.split("::", 1)[1].strip() for line in file if line.startswith("0::"))
-        with open("/proc/self/mountinfo") as file:
-            mount = next(line.split()[4] for line in file if " - cgroup2 " in line)
-        path = f"{mount}{own.rstrip('/')}/{name}"
-        os.mkdir(path)
-    except (OSError, StopIteration):
-        return None
-    if os.path.exists(f"{path}/cgroup.kill"):
-        return path
-    os.rmdir(path)
-    return None
 
 
 class Supervisor:
@@ -68,16 +41,18 @@ class Supervisor:
         self.main_status: int | None = None
         self.cgroup: str | None = None
         self.cancelled = False
-        self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.wake_read, self.wake_write = os.pipe()
+        for end in (self.wake_read, self.wake_write):
+            os.set_blocking(end, False)
 
     def run(self) -> None:
         started = time.monotonic()
-        become_subreaper()
+        kernel.become_subreaper()
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         if self.job.get("cgroup", True):
-            self.cgroup = make_cgroup(f"miles-ci-{os.getpid()}")
+            self.cgroup = kernel.make_cgroup(f"miles-ci-{os.getpid()}")
         error = self._spawn()
         if error is not None:
             emit(event="end", reason="spawn", error=error, wall_s=time.monotonic() - started)
@@ -113,7 +88,7 @@ class Supervisor:
 
     def _spawn(self) -> str | None:
         """Fork and exec the test in its own session, output to the log file; returns why that failed, if so."""
-        error_read, error_write = os.pipe2(os.O_CLOEXEC)
+        error_read, error_write = os.pipe()
         log = os.open(self.job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         pid = os.fork()
@@ -134,7 +109,7 @@ class Supervisor:
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
             if self.cgroup is not None:
-                process_tree.write_file(f"{self.cgroup}/cgroup.procs", "0")
+                kernel.enter_cgroup(self.cgroup)
             os.dup2(null, 0)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -221,15 +196,8 @@ class Supervisor:
         return described, self._terminate(LEFTOVER_TERM_S, self.job.get("verify_s", VERIFY_S))
 
     def _remove_cgroup(self) -> None:
-        if self.cgroup is None:
-            return
-        # Members leave the list a moment after they are reaped.
-        for _ in range(20):
-            try:
-                os.rmdir(self.cgroup)
-                return
-            except OSError:
-                time.sleep(0.005)
+        if self.cgroup is not None:
+            kernel.remove_cgroup(self.cgroup)
 
 
 def describe(process: process_tree.Process) -> dict[str, Any]:

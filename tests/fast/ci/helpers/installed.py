@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from tests.fast.ci.helpers.lean import LEAN_PYTEST
 from tests.fast.ci.helpers.trees import REPOSITORY
@@ -40,14 +41,10 @@ def requirements_of(wheel: Path, *extras: str) -> list[str]:
 
 
 def _names(distribution: importlib.metadata.Distribution, extras: tuple[str, ...]) -> Iterator[str]:
-    for line in distribution.requires or ():
-        name, _, marker = line.partition(";")
-        needed_by = re.search(r"""extra == ['"](.+?)['"]""", marker)
-        if needed_by and needed_by[1] not in extras:
-            continue
-        if re.search(r"sys_platform == ['\"]win32|python_version < ['\"]3\.11", marker):
-            continue
-        yield re.match(r"[\w.-]+", name)[0].lower().replace("_", "-")
+    for requirement in map(Requirement, distribution.requires or ()):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            yield requirement.name.lower().replace("_", "-")
 
 
 class Environment:

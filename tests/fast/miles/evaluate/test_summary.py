@@ -86,7 +86,7 @@ def test_the_names_of_a_set_are_those_of_the_list_of_metrics(samples: int) -> No
     assert reported == set(metric_names(chosen))
     assert [name for name in reported if not is_evaluated(name)] == []
     shapes = {re.sub(r"\d+$", "<k>", name).replace("a-b.c_1", "<set>") for name in reported}
-    listed = {metric.name for metric in EVALUATION if metric.name.startswith("eval/")}
+    listed = {metric.name for metric in EVALUATION if metric.name.startswith("eval/<set>")}
     assert shapes == (listed if samples > 1 else listed - {"eval/<set>/best_of_<k>"})
     assert re.fullmatch(SET_NAME, EvalConfig().sets[0].name)
 

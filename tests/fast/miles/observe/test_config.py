@@ -73,3 +73,14 @@ def test_the_reason_does_not_repeat_the_password() -> None:
 def test_addresses_that_mlflow_takes() -> None:
     for uri in ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db?timeout=5", "https://host:5000/mlflow", "http://[::1]:5"):
         assert MlflowConfig(uri=uri).uri == uri
+
+
+def test_the_mode_of_wandb_is_the_recipe_s_then_the_variable_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert WandbConfig().chosen_mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert WandbConfig().chosen_mode() == "offline"
+    assert WandbConfig(mode="online").chosen_mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert "WANDB_MODE is 'disabled'; use online or offline" in missing(ObserveConfig(trackers=("wandb",)))["wandb"]
+    assert missing(ObserveConfig()) == {}

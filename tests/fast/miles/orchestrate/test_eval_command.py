@@ -67,6 +67,11 @@ def test_a_folder_that_is_no_model_and_a_recipe_without_sets_are_refused(run, re
         evaluate(recipe(eval={"sets": []}), folder.created_model)
 
 
+def test_a_recipe_of_given_answers_has_no_prompts_to_evaluate(recipe, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algo.loss sft has answers to learn and no prompts to ask"):
+        evaluate(recipe(algo={"loss": "sft"}), tmp_path)
+
+
 def test_the_table_has_a_column_for_each_set() -> None:
     console = Console(width=80, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     show({"eval/a/reward_mean": 0.5, "eval/a/pass_at_1": 0.25, "eval/b/reward_mean": 1.0}, console)

@@ -38,9 +38,12 @@ METRICS = {
 class FakeActorGroup:
     """Two ranks that record their calls. `skip`: steps that change nothing; `engine`: what the engine answers."""
 
-    def __init__(self, events: list[Any], *, skip: set[int] = frozenset(), engine: str = "serving") -> None:
+    def __init__(
+        self, events: list[Any], *, skip: set[int] = frozenset(), engine: str = "serving", engines: int = 1
+    ) -> None:
         self.events, self.skip, self.engine = events, skip, engine
         self.dp_ranks = [0, 1]
+        self.engines = [object()] * engines
         self.trained = 0
 
     async def on_workers(self, method: str, arguments: Any) -> list[Any]:
@@ -218,6 +221,13 @@ def test_gates_see_the_whole_row_of_a_step_and_none_of_a_skipped_one(make_loop) 
     with pytest.raises(QuantError, match=r"gate 'rollout/reward_mean': 0\.5 against a limit of 0\.25"):
         asyncio.run(make_loop([], gates=strict, steps=1, checkpoint_every=10).run(0))
     asyncio.run(make_loop([], gates=strict, actors={"skip": {0}}, steps=1, checkpoint_every=10).run(0))
+
+
+def test_without_engines_versions_count_on_and_nothing_is_sent(make_loop) -> None:
+    events: list[Any] = []
+    asyncio.run(make_loop(events, version=2, actors={"engines": 0}, steps=4, checkpoint_every=10).run(2))
+    assert names(events, "send_weights") == []
+    assert names(events, "on_new_version") == [("on_new_version", 3), ("on_new_version", 4)]
 
 
 @pytest.mark.parametrize("version", [0, 3])

@@ -81,6 +81,10 @@ FIXTURES: dict[str, tuple[tuple[Recipe, Facts], tuple[Recipe, Facts]]] = {
         (recipe(rollout={"max_staleness": 1}, algo={"correction": {"bypass": True}}), facts()),
         (recipe(rollout={"max_staleness": 1}), facts()),
     ),
+    "ROLLOUT-CODE": (
+        (recipe(), facts()),
+        (recipe(rollout={"generate": "python:no_such_package:run"}), facts()),
+    ),
     "NVFP4-CONTRACT": (
         (recipe(quant={"fake_qat": "nvfp4", "nvfp4": {}}, engine={"nvfp4_experts": {}}), facts(num_experts=8)),
         (recipe(quant={"fake_qat": "nvfp4", "nvfp4": {}}), facts(num_experts=8)),
@@ -197,8 +201,6 @@ def test_own_code_gets_what_it_declares() -> None:
 def test_teacher_and_foreign_engine_are_refused_by_name() -> None:
     (teacher,) = findings("TEACHER", (recipe(algo={"opd_coef": 0.5}), facts()))
     assert "algo.opd_coef" in teacher.message
-    (supervised,) = findings("ROLLOUT-MODE", (recipe(algo={"loss": "sft"}), facts()))
-    assert "whatever its reward" in supervised.message
     (engine,) = findings("ROLLOUT-MODE", (recipe(engine={"engine": "sglang"}), facts()))
     assert engine.fix == "use engine.engine=embedded"
 

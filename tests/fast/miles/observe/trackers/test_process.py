@@ -55,7 +55,7 @@ def start(folder: Path) -> Iterator[Start]:
 
     def make(tracker: str, warn: Callable[[str], None] = pytest.fail, **options: Any) -> TrackerProcess:
         run = TrackedRun("a run", folder, {"train.lr": 0.5})
-        started.append(TrackerProcess(tracker, run, {**OPTIONS[tracker], **options}, finish_s=LIMIT_S, warn=warn))
+        started.append(TrackerProcess(tracker, run, {**OPTIONS[tracker], **options}, finish_s=10 * LIMIT_S, warn=warn))
         return started[-1]
 
     yield make
