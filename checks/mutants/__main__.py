@@ -28,7 +28,7 @@ _MEASURING_S = 1800.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: enough was seen. 1: too little, or a listed survivor that is none. 2: usage."""
+    """0: enough was seen in each package. 1: too little, or a listed survivor that is none. 2: usage."""
     parser = argparse.ArgumentParser(prog="python -m checks.mutants", description=__doc__)
     parser.add_argument("packages", nargs="*", help="folders, by default every one of mutants.toml")
     parser.add_argument("--sample", type=int, default=30, help="changes of each package; 0: all (default: %(default)s)")
@@ -67,7 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     everything = [one for found in outcomes.values() for one in found]
     print(summary("all", everything))
-    return 1 if stale or share(everything) < settings.share else 0
+    low = [package for package in wanted if share(outcomes[package.folder]) < package.share]
+    for package in low:
+        print(f"{package.folder}: less than the {package.share:.0%} that {given.settings.name} asks for")
+    return 1 if stale or low else 0
 
 
 def stale_survivors(settings: Settings, root: Path) -> list[str]:

@@ -14,10 +14,12 @@ Identity = tuple[str, str, str, str, str]
 
 @dataclass(frozen=True)
 class Package:
-    """A folder of product code and the files and folders of tests that answer for it."""
+    """A folder of product code, the files and folders of tests that answer for it, and the part of its changes, without
+    those listed, that they must notice."""
 
     folder: str
     tests: Sequence[str]
+    share: float
 
     def changes(self, root: Path) -> list[Change]:
         found: list[Change] = []
@@ -38,11 +40,9 @@ class Package:
 
 @dataclass(frozen=True)
 class Settings:
-    """`patience_s`: processor time that a test may take beyond a multiple of what was measured. `share`: of
-    the changes drawn, without those listed, at least this part must be seen. `preload`: libraries that
+    """`patience_s`: processor time that a test may take beyond a multiple of what was measured. `preload`: libraries that
     are imported once, before a child is forked for each change. `survivors`: a change -> why it stays."""
 
-    share: float
     patience_s: float
     preload: Sequence[str]
     packages: Mapping[str, Package]
@@ -62,5 +62,9 @@ def read_settings(path: Path) -> Settings:
         if key in survivors:
             raise ValueError(f"{path.name}: survivor {number} is listed twice")
         survivors[key] = entry["reason"]
-    packages = {folder: Package(folder, tests) for folder, tests in data["packages"].items()}
-    return Settings(float(data["share"]), float(data["patience_s"]), data.get("preload", []), packages, survivors)
+    packages = {}
+    for folder, entry in data["packages"].items():
+        if not {"tests"} <= entry.keys() <= {"tests", "share"}:
+            raise ValueError(f"{path.name}: packages.{folder} has tests and perhaps a share of its own")
+        packages[folder] = Package(folder, entry["tests"], float(entry.get("share", data["share"])))
+    return Settings(float(data["patience_s"]), data.get("preload", []), packages, survivors)

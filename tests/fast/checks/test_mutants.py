@@ -186,7 +186,7 @@ def project(tmp_path: Path) -> Path:
     files = {
         "shop/__init__.py": "", "shop/price.py": PRICE, "tests/test_price.py": TESTS,
         "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
-        "mutants.toml": 'share = 0.9\npatience_s = 3\n[packages]\n"shop" = ["tests"]\n',
+        "mutants.toml": 'share = 0.9\npatience_s = 3\n[packages]\n"shop" = { tests = ["tests"] }\n',
     }  # fmt: skip
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -221,6 +221,7 @@ def test_verdicts_on_a_small_project(project: Path, tmp_path: Path) -> None:
         (one["change"]["within"], one["change"]["before"], one["change"]["after"]): one["verdict"]
         for one in json.loads((tmp_path / "out.json").read_text())["shop"]
     }
+    assert "shop: less than the 90% that mutants.toml asks for" in done.stdout
     assert found["module", "3", "4"] == "seen"
     assert found["price", "<", "<="] == "survived"
     assert found["price", "-", "+"] == "stopped"
@@ -262,6 +263,7 @@ def test_wrong_usage_is_told(project: Path, capsys: pytest.CaptureFixture[str], 
     ("text", "message"),
     [
         ("sare = 1\n", "unknown sare"),
+        ("share = 1\npatience_s = 1\npackages.a = {share = 1}\n", "packages.a has tests and perhaps a share"),
         ("[[survivor]]\npath = 'x'\n", "survivor 1 needs path, within"),
         ("[[survivor]]\npath='a'\nwithin='a'\ntext='a'\nbefore='a'\nafter='a'\nreason=' '\n", "and a reason"),
     ],
