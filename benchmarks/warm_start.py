@@ -28,7 +28,7 @@ from recipes_learn import REPOSITORY, TARGET, figures
 
 RECIPES = ("sft_then_grpo", "reasoning_gym")
 FIRST = "spell_backward_sft"
-EXAMPLES, EXAMPLES_FILE = 400, REPOSITORY / "recipes" / "data" / "spell_backward.jsonl"
+EXAMPLES, EXAMPLES_FILE = 300, REPOSITORY / "recipes" / "data" / "spell_backward.jsonl"
 TIMEOUT_S = 1200.0
 
 
@@ -73,7 +73,8 @@ def learn(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def write_examples() -> None:
-    """The first distinct prompts of reasoning_gym.yaml's own stream, as conversations with their answers."""
+    """Every third distinct prompt of reasoning_gym.yaml's own stream, as conversations with their answers: those that it
+    trains on first are no more among them than later ones."""
     from miles.config.files import write_atomic
     from miles.data.prompts import PromptSource
     from miles.data.tasks import build_task
@@ -84,8 +85,14 @@ def write_examples() -> None:
     alphabet = build_task(recipe.data, recipe.seed).alphabet
     lines: dict[str, str] = {}
     with PromptSource(recipe.data, CharacterCount(alphabet), recipe.seed) as source:
+        distinct: dict[str, None] = {}
         while len(lines) < EXAMPLES:
             (prompt,) = source.next_groups(1)
+            if prompt.text in distinct:
+                continue
+            distinct[prompt.text] = None
+            if len(distinct) % 3:
+                continue
             turns = [{"role": "user", "content": prompt.text}, {"role": "assistant", "content": prompt.answer}]
             lines.setdefault(prompt.text, json.dumps({"messages": turns}))
     write_atomic(EXAMPLES_FILE, "\n".join(lines.values()) + "\n")
