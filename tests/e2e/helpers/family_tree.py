@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
 import psutil
-from waiting import wait_until
 
 GONE_WITHIN_S = 5.0
 
@@ -52,4 +53,7 @@ def kinds(processes: list[psutil.Process]) -> dict[str, list[psutil.Process]]:
 
 def require_gone(processes: list[psutil.Process], what: str) -> None:
     """`AssertionError` names what still lives after `GONE_WITHIN_S`."""
-    wait_until(lambda: not alive(processes), f"the end of {what}: {alive(processes)}", GONE_WITHIN_S)
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while left := alive(processes):
+        assert time.monotonic() < deadline, f"{GONE_WITHIN_S:g} s after the end of {what}: {left}"
+        time.sleep(0.02)
