@@ -96,7 +96,16 @@ def test_a_call_that_is_none_is_told_so(own):
 
 @pytest.mark.parametrize(
     ("call", "value"),
-    [("3+9=", "12"), ("3+4=", "07"), ("99+99=", "198"), ("3+7", "?"), ("3*7=", "?"), ("3++7=", "?"), ("1234+1=", "?"), ("__=", "?")],
+    [
+        ("3+9=", "12"),
+        ("3+4=", "07"),
+        ("99+99=", "198"),
+        ("3+7", "?"),
+        ("3*7=", "?"),
+        ("3++7=", "?"),
+        ("1234+1=", "?"),
+        ("__=", "?"),
+    ],
 )
 def test_the_calculator_knows_sums_of_short_numbers_alone(own, call, value):
     assert own.value_of(call) == value
