@@ -208,7 +208,7 @@ def mutants(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_verdicts_on_a_small_project(project: Path, tmp_path: Path) -> None:
     entry = {"path": "shop/price.py", "within": "unseen", "text": "return count + 1", "before": "1", "after": "2"}
     lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in entry.items())

@@ -82,7 +82,11 @@ def test_a_suite_without_tests_asks_for_no_runner_and_says_why(tmp_path: Path) -
     reason = plan.suite("stage-b-1-gpu-h200").reason
     assert reason is not None
     assert reason.startswith("all 1 tests are excluded: 1 label (first: none of its labels is included")
-    write_tree(tmp_path, {"tests/e2e/test_c.py": cuda(), "tests/e2e/test_d.py": cuda(nightly="True")})
+    write_tree(tmp_path, {"tests/e2e/test_d.py": cuda(nightly="True")})
+    tied = plan_of(tmp_path, "regular").suite("stage-b-1-gpu-h200").reason
+    assert tied is not None
+    assert tied.startswith("all 2 tests are excluded: 1 cadence, 1 label (first: ")
+    write_tree(tmp_path, {"tests/e2e/test_c.py": cuda()})
     told = plan_of(tmp_path, "regular").suite("stage-b-1-gpu-h200").reason
     assert told is not None
     assert told.startswith("all 3 tests are excluded: 2 label, 1 cadence (first: ")

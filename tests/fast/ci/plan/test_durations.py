@@ -171,6 +171,9 @@ def test_passing_runs_are_read_from_results_and_parts_tell_of_items_only(tmp_pat
     for outcome in ("failed", "flaky", "timeout"):
         path.write_text(json.dumps(results(outcome)))
         assert list(observations_of_results([path])) == []
+    path.write_text(json.dumps({**results(), "schema": 1}))
+    with pytest.raises(UsageError, match="no results of schema 2: schema is 1, not 2; give a results"):
+        list(observations_of_results([path]))
     path.write_text('{"schema": 2}')
     with pytest.raises(UsageError, match="no results of schema 2: 'run' is missing"):
         list(observations_of_results([path]))

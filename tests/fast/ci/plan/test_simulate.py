@@ -8,7 +8,7 @@ import pytest
 
 from miles_ci.errors import UsageError
 from miles_ci.plan.model import Plan, Shard, SuitePlan
-from miles_ci.plan.simulate import Load, cron_times, demands, percentile, simulate
+from miles_ci.plan.simulate import Demand, Load, _serve, _Tally, cron_times, demands, percentile, simulate
 from miles_ci.registry import load_fleet
 from tests.fast.ci.helpers.trees import REPOSITORY
 
@@ -131,3 +131,16 @@ def test_demands_are_the_gpu_shards_and_wait_for_the_longest_cpu_shard_of_what_t
 def test_the_borders_of_every_range_belong_to_it(fields: dict) -> None:
     load = Load(**{"arrivals_per_hour": 0.5, "hours": 2.0, "seeds": 1, "label_share": 0.1, **fields})
     assert simulate(FLEET, lambda cadence, labels: plan(cadence, 60), load).load == load
+
+
+def test_a_pool_is_busy_for_what_it_serves_within_the_time_that_is_looked_at() -> None:
+    def busy(at: float, hours: float) -> tuple[float, float]:
+        tally = _Tally()
+        wanted = (Demand("stage-c-8-gpu-h200", "h200-8gpu", 0.0, 0.5, 8),)
+        _serve(FLEET, [(at, "regular", wanted)], Load(hours=hours), 1, tally)
+        return tally.busy["h200-8gpu"], tally.gpu_seconds["regular"] / 8
+
+    whole, service = busy(0.0, 1.0)
+    assert whole == pytest.approx(service) == pytest.approx(0.5, rel=0.9)
+    assert busy(3600.0, 1.0)[0] == busy(4000.0, 1.0)[0] == 0.0
+    assert busy(3600.0 - service / 2, 1.0)[0] == pytest.approx(service / 2)

@@ -127,7 +127,7 @@ def test_nvfp4_gate_and_up_are_one_atomic_group_with_a_shared_maximum(start_engi
     parameters = {e.name: torch.zeros(e.shape, dtype=getattr(torch, e.dtype)) for e in entries}
     engine = start_engine(parameters, table=table)
     weights = {gate: torch.randn(32, 64), "norm": torch.randn(8), up: 7 * torch.randn(32, 64)}
-    config = NVFP4QDQConfig(decode="stored")
+    config = NVFP4QDQConfig(use_4over6=True, e4m3_max=256)
     pusher = pusher_for(engine, nvfp4=config)
     report = pusher.push(weights.items(), 1)
     assert set(report.engines.values()) == {"serving"}

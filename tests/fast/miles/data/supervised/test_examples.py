@@ -107,7 +107,7 @@ def test_an_epoch_has_every_example_once_in_an_order_of_the_seed(tmp_path, token
     assert order(1, 10, jsonl={"shuffle": False}) == [f"{i}!<|im_end|>" for i in range(10)]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 5))
 def test_a_resumed_stream_goes_on_with_the_next_example(tmp_path_factory, tokenizer, batches, then):
     folder = tmp_path_factory.mktemp("resumed")
