@@ -1,6 +1,6 @@
 """A tool in the middle of an answer: the policy writes a sum and `=`, a calculator tells the value, the policy repeats it.
 
-`3*7=` is answered by `3*7=` (written), `21:` (told) and `21` (written). `calculator.yaml` names the three functions.
+`3+9=` is answered by `3+9=` (written), `12:` (told) and `12` (written). `calculator.yaml` names the three functions.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from miles.rollout.engine import SamplingParams
 from miles.rollout.generate import GenerateContext
 from miles.rollout.turns import told, written
 
-CALL = re.compile(r"(\d{1,3})([+*])(\d{1,3})=")
+CALL = re.compile(r"(\d{1,3})\+(\d{1,3})=")
 
 
 class Sums:
     """`options`: `most`, the largest number. Items never end."""
 
     size = None
-    alphabet = "0123456789+*=:?"
+    alphabet = "0123456789+=:?"
 
     def __init__(self, options: dict[str, Any], seed: int) -> None:
         self.most, self.seed = options["most"], seed
 
     def item(self, index: int) -> dict[str, Any]:
         draw = random.Random(f"{self.seed} {index}")
-        call = f"{draw.randint(1, self.most)}{draw.choice('+*')}{draw.randint(1, self.most)}="
+        call = f"{draw.randint(0, self.most)}+{draw.randint(0, self.most)}="
         return {"prompt": call, "answer": value_of(call), "metadata": {"call": call}}
 
     def score(self, completion: str, answer: str, metadata: dict[str, Any]) -> dict[str, float]:
@@ -41,12 +41,11 @@ class Sums:
 
 
 def value_of(call: str) -> str:
-    """What the calculator says, two digits at least; `?` to what is no sum or product of two short numbers."""
+    """What the calculator says, two digits at least; `?` to what is no sum of two short numbers."""
     match = CALL.fullmatch(call)
     if match is None:
         return "?"
-    a, b = int(match[1]), int(match[3])
-    return f"{a + b if match[2] == '+' else a * b:02}"
+    return f"{int(match[1]) + int(match[2]):02}"
 
 
 def agreement(text: str, wanted: str) -> float:

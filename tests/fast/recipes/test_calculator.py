@@ -18,7 +18,7 @@ from miles.rollout.generate import GenerateContext
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = ROOT / "recipes" / "calculator.yaml"
-CHARACTERS = "0123456789+*=:?$"
+CHARACTERS = "0123456789+=:?$"
 END = CHARACTERS.index("$")
 
 
@@ -70,53 +70,62 @@ def answered(own: ModuleType, *texts: str) -> tuple[Sample, Writes]:
     recipe = load(RECIPE)
     engine = Writes(*texts)
     ctx = GenerateContext(engine, recipe.rollout, 64, {"s": 1}, Codec())
-    prompt = Codec().encode("3*7=")
+    prompt = Codec().encode("3+9=")
     sample = Sample("s", 0, 0, tokens=prompt, prompt_length=4)
     return asyncio.run(own.calculator(ctx, sample, ctx.sampling())), engine
 
 
 def test_a_call_is_answered_and_only_what_the_policy_wrote_is_trained(own):
-    sample, engine = answered(own, "3*7=", "21$")
-    assert Codec().decode(sample.tokens) == "3*7=3*7=21:21$"
+    sample, engine = answered(own, "3+9=", "12$")
+    assert Codec().decode(sample.tokens) == "3+9=3+9=12:12$"
     assert sample.loss_mask.tolist() == [1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
-    assert engine.asked == ["3*7=", "3*7=3*7=21:"]
+    assert engine.asked == ["3+9=", "3+9=3+9=12:"]
     assert sample.status == Status.COMPLETED
 
 
-@pytest.mark.parametrize(("text", "status"), [("3*7$", Status.COMPLETED), ("3333", Status.TRUNCATED)])
+@pytest.mark.parametrize(("text", "status"), [("3+9$", Status.COMPLETED), ("3333", Status.TRUNCATED)])
 def test_without_a_call_there_is_no_second_turn(own, text, status):
     sample, engine = answered(own, text)
     assert (len(engine.asked), sample.status) == (1, status)
 
 
 def test_a_call_that_is_none_is_told_so(own):
-    sample, _ = answered(own, "3*=", "?$")
-    assert Codec().decode(sample.tokens[4:]) == "3*=?:?$"
+    sample, _ = answered(own, "3+=", "?$")
+    assert Codec().decode(sample.tokens[4:]) == "3+=?:?$"
 
 
 @pytest.mark.parametrize(
     ("call", "value"),
-    [("3*7=", "21"), ("3+4=", "07"), ("99*99=", "9801"), ("3*7", "?"), ("3**7=", "?"), ("1234+1=", "?"), ("__=", "?")],
+    [
+        ("3+9=", "12"),
+        ("3+4=", "07"),
+        ("99+99=", "198"),
+        ("3+7", "?"),
+        ("3*7=", "?"),
+        ("3++7=", "?"),
+        ("1234+1=", "?"),
+        ("__=", "?"),
+    ],
 )
-def test_the_calculator_knows_sums_and_products_of_short_numbers_alone(own, call, value):
+def test_the_calculator_knows_sums_of_short_numbers_alone(own, call, value):
     assert own.value_of(call) == value
 
 
 @pytest.mark.parametrize(
     ("completion", "call", "answer"),
     [
-        ("3*7=21:21", 1.0, 1.0),
-        ("3*7=21:2", 1.0, 0.5),
-        ("3*7=21:213", 1.0, 2 / 3),
-        ("3+7=10:21", 0.75, 0.0),
-        ("3*7=", 1.0, 0.0),
-        ("21", 0.0, 0.0),
+        ("3+9=12:12", 1.0, 1.0),
+        ("3+9=12:1", 1.0, 0.5),
+        ("3+9=12:123", 1.0, 2 / 3),
+        ("3+7=10:12", 0.75, 0.0),
+        ("3+9=", 1.0, 0.0),
+        ("12", 0.0, 0.0),
         ("", 0.25, 0.0),
     ],
 )
 def test_half_for_the_call_half_for_the_answer_after_the_right_value(own, completion, call, answer):
     task = own.Sums({"most": 9}, 0)
-    found = task.score(completion, "21", {"call": "3*7="})
+    found = task.score(completion, "12", {"call": "3+9="})
     if completion != "":
         assert found == {"reward": 0.5 * call + 0.5 * answer, "call": call, "answer": answer}
     else:

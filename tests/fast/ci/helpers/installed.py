@@ -58,7 +58,8 @@ class Environment:
         (self.site,) = self.root.glob("lib/python*/site-packages")
         for name in requirements_of(wheel, *extras):
             self._link(importlib.metadata.distribution(name))
-        options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+        # A source tree on PYTHONPATH with its .egg-info would pass for an installation.
+        options = ["--quiet", "--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check"]
         command = [sys.executable, "-m", "pip", "--python", str(self.python), "install", *options, str(wheel)]
         subprocess.run(command, check=True, capture_output=True, timeout=100)
 

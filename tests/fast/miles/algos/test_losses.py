@@ -195,7 +195,7 @@ def test_an_unknown_loss_lists_the_known():
     broken = AlgoConfig().model_copy(update={"loss": "ppo"})
     with pytest.raises(
         ValueError,
-        match=r"unknown loss 'ppo'; .*\(built in: ppo_clip, dual_clip, gspo, cispo, sft; your own code: python:",
+        match=r"unknown loss 'ppo'; .*\(built in: ppo_clip, dual_clip, gspo, cispo, sft; your own code: path",
     ):
         policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3), ALL, sequences(3), broken)
 

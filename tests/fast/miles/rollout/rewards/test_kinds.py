@@ -82,7 +82,7 @@ def test_scores_of_boxed_answers(judge):
         ("exact", {"strip": 1}, "'1' is not true or false"),
         ("choice_letter", {"letters": " "}, "letters is empty"),
         ("python", {}, "path is missing"),
-        ("python", {"path": "json"}, "write it as python:package.module:function"),
+        ("python", {"path": "json"}, "write it as path/to/file.py:function"),
         ("python", {"path": "no_such_module_here:f"}, "cannot import no_such_module_here: ModuleNotFoundError"),
         ("python", {"path": "json:nothing"}, "json has no function nothing; define it there"),
         ("python", {"path": "json:loads"}, r"does not take \(completion, answer, metadata\)"),
