@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
+
+from miles.config.errors import ConfigError
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -20,3 +23,14 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
     except ValueError as error:
         raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+def read_object(path: Path, *, option: str, remedy: str) -> dict[str, Any]:
+    """The JSON object that a file holds; `ConfigError` with `option`, the path and `remedy` otherwise."""
+    try:
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option}: cannot read {path}: {error}; {remedy}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option}: {path} holds no JSON object; {remedy}")
+    return value

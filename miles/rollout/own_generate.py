@@ -37,12 +37,10 @@ def generate_function(config: RolloutConfig) -> GenerateFn:
 
     async def generate(ctx: GenerateContext, sample: Sample, sampling: SamplingParams) -> Sample | list[Sample]:
         try:
-            async with asyncio.timeout(limit) as bound:
+            async with asyncio.timeout(limit):
                 with user_code.running(path, option=OPTION, passing=(RolloutError,)):
                     made = await function(ctx, sample, sampling)
-        except TimeoutError:
-            if not bound.expired():
-                raise
+        except TimeoutError:  # of this limit: one of the user's own is a ConfigError by now
             raise RolloutError(
                 f"{OPTION}: {path} did not finish sample {sample.sample_id} within {limit:g} s; mend it, or raise "
                 "rollout.request_timeout_s"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.config import ConfigError
-from miles.config.json_text import parse_json
+from miles.config.json_text import read_object
 
 # The largest templates in use have a fiftieth of it.
 MAX_BYTES = 1 << 20
@@ -85,13 +85,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"tokenizer: cannot read {path}: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"tokenizer: {path} holds no JSON object; take the files from the same tokenizer")
-    return value
+    return read_object(path, option="tokenizer", remedy="take the files from the same tokenizer")
 
 
 def _read(path: Path, option: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.config import ConfigError
-from miles.config.json_text import parse_json
+from miles.config.json_text import read_object
 from miles.data.config import DatasetConfig, RowsConfig
 
 Row = dict[str, Any]
@@ -173,13 +173,7 @@ def _list(names: Any) -> list[str]:
 
 
 def _object(path: Path, option: str) -> dict[str, Any]:
-    try:
-        value = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option}: cannot read {path}: {error}; save the data set again") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option}: {path} holds no JSON object; save the data set again")
-    return value
+    return read_object(path, option=option, remedy="save the data set again")
 
 
 def _is_json(value: Any) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from miles.config.json_text import parse_json
+from miles.config import ConfigError
+from miles.config.json_text import parse_json, read_object
 from miles.data.bundle_marker import read_json
 from miles.models.create import read_tokenizer
 from miles.observe.metrics_log import read_rows
@@ -43,3 +44,14 @@ def test_readers_of_files_name_the_file(tmp_path: Path, reader, name):
     with pytest.raises(Exception, match=r"tokenizer") as caught:
         readers[reader]()
     assert not isinstance(caught.value, RecursionError | json.JSONDecodeError)
+
+
+@pytest.mark.parametrize("text", [*FAULTS.values(), b"[]", b"3", None])
+def test_a_file_without_an_object_names_option_path_and_remedy(tmp_path, text):
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_bytes(text)
+    with pytest.raises(ConfigError, match=rf"data\.x: .*{path}.*; save it again"):
+        read_object(path, option="data.x", remedy="save it again")
+    path.write_text('{"a": 1}')
+    assert read_object(path, option="data.x", remedy="save it again") == {"a": 1}
