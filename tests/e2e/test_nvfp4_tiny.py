@@ -21,13 +21,14 @@ import sys
 from pathlib import Path
 import torch
 from miles.orchestrate.actors import TrainWorker
+from miles.orchestrate.placement import Device
 from miles.quant.packed import PackedExperts
 from miles.quant.scope import Scope
 from miles.recipe import load
 
 recipe = load(Path(sys.argv[1]))
-worker = TrainWorker(recipe, Path(sys.argv[2]), 0)
-worker.start(*worker.offer_port(), Path(sys.argv[2]) / "none")
+worker = TrainWorker(recipe, Path(sys.argv[2]), 0, Device(node="here", kind="cpu", index=0, bundle=0))
+worker.start(*worker.offer_port("127.0.0.1"), Path(sys.argv[2]) / "none")
 sent = {name: tensor.clone() for name, tensor in worker._backend.state_for_sync()}
 state = next(m._miles_fake_qat for m in worker._hook.chunks)
 used = {}
