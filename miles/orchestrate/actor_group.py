@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import errno
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,15 @@ class ActorGroup:
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
     ) -> list[Any]:
         """Call trainer ranks (default: all) with their own arguments; the first failure ends the wait for all."""
+        return await self.ask_workers(method, arguments, ranks=ranks)()
+
+    def ask_workers(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, ranks: Sequence[int] | None = None
+    ) -> Callable[[], Awaitable[list[Any]]]:
+        """`on_workers` in two parts: the calls stand in the ranks' queues now, what is returned waits for the results."""
         workers = self.workers if ranks is None else [self.workers[rank] for rank in ranks]
         calls = [getattr(worker, method).remote(*given) for worker, given in zip(workers, arguments, strict=True)]
-        return await self._gather("trainer", method, calls)
+        return partial(self._gather, "trainer", method, calls)
 
     async def on_engines(self, method: str) -> list[Any]:
         """Call every engine actor."""

@@ -56,6 +56,8 @@ class TrainWorker:
         self._backend: Any = None
         self._pusher: Any = None
         self._hook: Any = None
+        # Whether the last `train` made new weights; None before it and when it failed.
+        self._made_weights: bool | None = None
 
     def pid(self) -> int:
         return os.getpid()
@@ -121,7 +123,10 @@ class TrainWorker:
         weights stay as they were. With `recording`, the steps are kept for `miles replay`."""
         from miles.train.steps import merge_steps
 
-        return merge_steps([self._step(batch, number, recording) for number, batch in enumerate(batches)])
+        self._made_weights = None
+        metrics = merge_steps([self._step(batch, number, recording) for number, batch in enumerate(batches)])
+        self._made_weights = not metrics["train/step_skipped"]
+        return metrics
 
     def _step(self, batch: RankBatch, number: int, recording: Recording | None) -> dict[str, float]:
         if recording is None:
@@ -164,6 +169,15 @@ class TrainWorker:
                 continue
             return None
         return dict(self._pusher.push(weights, version).engines)
+
+    def send_trained(self, version: int) -> dict[str, str] | None:
+        """`send_weights` of what the `train` before made; nothing is sent, and None returned, when it skipped its step.
+
+        For a call that is issued before the result of `train` is known: `RunError` when that failed.
+        """
+        if self._made_weights is None:
+            raise RunError(f"rank {self._rank} did not finish its step: no weights to send as version {version}")
+        return self.send_weights(version) if self._made_weights else None
 
     def sleep(self) -> None:
         """Give up device memory that nothing holds, so that an engine on the device can have it."""

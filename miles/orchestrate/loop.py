@@ -7,7 +7,7 @@ step depends on is in the checkpoint (weights, optimizer, prompt cursor), so a r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,8 @@ class TrainingLoop:
     devices: DeviceSharing = field(default_factory=Disaggregated)
     version: int = 0
     evaluation: Evaluation | None = None
+    # The wait for the engines to have what the step in progress makes, when that was asked for with the step.
+    sent: Callable[[], Awaitable[list[Any]]] | None = None
 
     async def run(self, first_step: int) -> None:
         """Steps `first_step` to `run.steps` - 1; a checkpoint now and then and after the last."""
@@ -108,7 +110,9 @@ class TrainingLoop:
         return prepared
 
     async def train(self, step: int, prepared: PreparedSteps) -> dict[str, float]:
-        """The optimizer steps on every rank, while the requests of the next step are on their way; their metrics."""
+        """The optimizer steps on every rank, while the requests of the next step are on their way; their metrics.
+
+        Engines on devices of their own get the weights right behind it: `sync_weights` waits for that."""
         run = self.recipe.run
         recording = Recording(self.folder.replay, step, self.version) if step in run.replay_steps else None
         arguments = [
@@ -116,7 +120,12 @@ class TrainingLoop:
         ]
         more = self.devices.engines_keep_weights and step + 1 < run.steps
         prefetch = self.rollout.prefetch(self.version + 1) if more else asyncio.sleep(0)
-        metrics, _ = await asyncio.gather(self.actors.on_workers("train", arguments), prefetch)
+        trained = self.actors.ask_workers("train", arguments)
+        self.sent = None
+        if self.devices.engines_keep_weights and self.actors.engines:
+            # Ranks go on to it by themselves: hearing of the step first would cost a round trip.
+            self.sent = self.actors.ask_workers("send_trained", [(self.version + 1,)] * len(arguments))
+        metrics, _ = await asyncio.gather(trained(), prefetch)
         return metrics[0]
 
     async def sync_weights(self, *, skipped: bool) -> None:
@@ -126,7 +135,10 @@ class TrainingLoop:
                 await self.send_weights_again()
             await self.rollout.on_skipped_step()
             return
-        await self.send_weights(self.version + 1)
+        if self.sent is None:
+            await self.send_weights(self.version + 1)
+        else:
+            check_engines(self.version + 1, (await self.sent())[0])
         self.version += 1
         await self.rollout.on_new_version(self.version)
 

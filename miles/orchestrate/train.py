@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,8 @@ def train_phase(
             tokenizer = Tokenizer(model_dir)
             progress.stage("starting Ray")
             with (
+                # The report is drawn while Ray's processes stop.
+                ThreadPoolExecutor(1) as drawing,
                 marked(),
                 # Worker processes of rewards start beside Ray's.
                 contextlib.nullcontext() if recipe.supervised else started_rewards(recipe, tokenizer) as rewards,
@@ -123,10 +126,12 @@ def train_phase(
                     recipe, placement, folder, model_dir, progress, tokenizer, rewards, trackers, on_step
                 )
                 rows = run_to_end(session.run())
-                # The report is drawn while Ray's processes stop.
                 result = _result(recipe, rows, folder, started)
                 curve = LOSS if recipe.supervised else REWARD
-                write_reward_report(_steps(recipe, rows), folder.path, name=recipe.name, curve=curve)
+                drawn = drawing.submit(
+                    write_reward_report, _steps(recipe, rows), folder.path, name=recipe.name, curve=curve
+                )
+            drawn.result()
         # After the trackers: a finished run is only reported, so they have to have it all.
         write_atomic(folder.result, json.dumps(result, indent=1) + "\n")
     _check_expectations(recipe, rows)
