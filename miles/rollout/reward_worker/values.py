@@ -13,6 +13,8 @@ MOST_PARTS = 64
 
 def reward_and_parts(value: Any) -> tuple[float, dict[str, float]]:
     """(total, parts). `TypeError` or `ValueError` says what is wrong with the value and what to return."""
+    if type(value) is float and math.isfinite(value):
+        return value, {}  # of thousands a step, nearly all
     if not isinstance(value, dict):
         return as_number("the reward", value), {}
     if "reward" not in value:
