@@ -44,6 +44,17 @@ setup: $(DEV_READY) ## create the environment with everything for development
 quickstart: $(RUN_READY) ## train a policy by GRPO on CPU and show reward rising (ARGS="--set seed=1")
 	$(BIN)/miles train recipes/quickstart.yaml --fresh $(ARGS)
 
+# A real SGLang server on the CPU, in an environment of its own: it pins other versions than the project.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_READY := $(SGLANG_VENV)/.miles-sglang
+$(SGLANG_READY): docker/sglang-cpu/build.sh docker/sglang-cpu/requirements.txt docker/sglang-cpu/constraints.txt \
+		$(wildcard docker/sglang-cpu/sgl_kernel_stand_in/sgl_kernel/*.py)
+	docker/sglang-cpu/build.sh $(PYTHON) $(SGLANG_VENV)
+	@touch $@
+
+.PHONY: sglang-cpu
+sglang-cpu: $(SGLANG_READY) ## build the environment of engine.engine=sglang on the CPU in .venv-sglang
+
 .PHONY: test
 test: $(DEV_READY) $(NODE_READY) ## run the CPU test suites through the harness
 	$(BIN)/miles-ci run --suite stage-a-cpu --quiet

@@ -107,13 +107,22 @@ class TrainWorker:
 
     def connect(self, engine_urls: Sequence[str], run_id: str, token: str) -> None:
         """Open the weight sync to the engines, closing the one before; a no-op on ranks that do not send."""
+        from miles.orchestrate.backends import engine_token
         from miles.sync.session import WeightPusher
 
         if self._pusher is not None:
             self._pusher.close()
         if self._backend.parallel_layout.is_sync_rank:
             rounding = self._hook.rounding
-            self._pusher = WeightPusher(engine_urls, self._recipe.sync, run_id=run_id, token=token, nvfp4=rounding)
+            engine = self._recipe.engine
+            self._pusher = WeightPusher(
+                engine_urls,
+                self._recipe.sync,
+                run_id=run_id,
+                engine=engine.engine,
+                token=engine_token(engine, token),
+                nvfp4=rounding,
+            )
         # What start-up made lives to the end: collections during the steps need not walk over it.
         gc.collect()
         gc.freeze()

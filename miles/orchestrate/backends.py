@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles.config import ConfigError
+from miles.models.family import read_hf_config
 
 if TYPE_CHECKING:
     from miles.data.prompts import PromptSource
@@ -69,10 +69,20 @@ def open_rollout(
 
 def start_engine(config: EngineConfig, model_dir: Path, *, log_path: Path | None, token: str) -> StartingEngine:
     """Spawn one engine process; `wait_ready` on the result gives its address."""
-    if config.engine != "embedded":
-        raise ConfigError(
-            f"engine.engine {config.engine} cannot be started by the training loop yet; use engine.engine=embedded"
-        )
+    if config.engine == "sglang":
+        from miles.rollout.engines.sglang.launch import start as start_sglang
+
+        return start_sglang(config, model_dir, log_path=log_path)
     from miles.rollout.engines.embedded.launch import start
 
     return start(config, model_dir, log_path=log_path, token=token)
+
+
+def engine_token(config: EngineConfig, token: str) -> str | None:
+    """What the engines' routes want: the run's token, or nothing where they ask for none."""
+    return token if config.engine == "embedded" else None
+
+
+def vocabulary(config: EngineConfig, model_dir: Path) -> int | None:
+    """The ids that replies may have, for engines that do not say so themselves."""
+    return None if config.engine == "embedded" else int(read_hf_config(model_dir)["vocab_size"])

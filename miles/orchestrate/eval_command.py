@@ -20,7 +20,7 @@ from miles.data.tokenizer import Tokenizer
 from miles.evaluate.best import read_best
 from miles.evaluate.evaluator import Evaluator
 from miles.evaluate.summary import PREFIX
-from miles.orchestrate.backends import start_engine
+from miles.orchestrate.backends import engine_token, start_engine, vocabulary
 from miles.orchestrate.event_loop import run_to_end
 from miles.orchestrate.run_folder import RunFolder, locate
 from miles.orchestrate.startable import check_start
@@ -104,7 +104,10 @@ def evaluate(
 
         async def measure() -> dict[str, float]:
             pool = EnginePool(
-                [handle.url for handle in handles], token=token, timeout_s=recipe.rollout.request_timeout_s
+                [handle.url for handle in handles],
+                token=engine_token(recipe.engine, token),
+                vocab_size=vocabulary(recipe.engine, model),
+                timeout_s=recipe.rollout.request_timeout_s,
             )
             async with pool:
                 evaluator = Evaluator(

@@ -15,7 +15,7 @@ from miles.evaluate import summary
 from miles.evaluate.evaluator import Evaluator
 from miles.observe.progress import Progress
 from miles.orchestrate.actor_group import ActorGroup
-from miles.orchestrate.backends import open_rollout
+from miles.orchestrate.backends import engine_token, open_rollout, vocabulary
 from miles.orchestrate.device_sharing import DeviceSharing, Disaggregated, device_sharing
 from miles.orchestrate.evaluation import Evaluation, RunEvaluation
 from miles.orchestrate.held_out_loss import HeldOutLoss
@@ -69,7 +69,8 @@ async def engine_answers(around: Surroundings, actors: ActorGroup, rewards: Rewa
         prompts = stack.enter_context(PromptSource(recipe.data, around.tokenizer, recipe.seed))
         engines = EnginePool(
             actors.engine_urls,
-            token=actors.token,
+            token=engine_token(recipe.engine, actors.token),
+            vocab_size=vocabulary(recipe.engine, around.model_dir),
             timeout_s=recipe.rollout.request_timeout_s,
             version_wait_s=recipe.run.timeout_s,
         )

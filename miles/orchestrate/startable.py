@@ -11,12 +11,13 @@ from miles.orchestrate.preflight import check_host, check_port, check_trackers
 from miles.recipe import Recipe
 from miles.recipe.rules import Finding, check_or_raise
 from miles.recipe.warm_start import first_recipe
+from miles.rollout.engines.sglang.interpreter import check_interpreter
 from miles.train import installed
 
 
 def check_start(recipe: Recipe) -> list[Finding]:
-    """Warnings for a run that may start; `ConfigError` for rules, files, prompts, trackers, engine host or port that
-    stop it, those of the phase before it (`model.from_recipe`) first."""
+    """Warnings for a run that may start; `ConfigError` for rules, files, prompts, trackers, engine host, port or interpreter
+    that stop it, those of the phase before it (`model.from_recipe`) first."""
     first = first_recipe(recipe)
     before = [] if first is None else check_start(first)
     findings = before + check_or_raise(recipe)
@@ -24,6 +25,8 @@ def check_start(recipe: Recipe) -> list[Finding]:
     if not recipe.supervised:
         check_host(recipe.engine.host)
         check_port(recipe.engine)
+        if recipe.engine.engine == "sglang":
+            check_interpreter(recipe.engine)
     return findings
 
 

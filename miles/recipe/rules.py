@@ -19,6 +19,7 @@ from miles.recipe import dtype_rules, evaluation_rules, idle_rules, measured, nv
 from miles.recipe.created_tokenizer import created_tokenizer
 from miles.recipe.inputs import FirstPrompts, check_answers, check_files, first_examples, first_prompts
 from miles.recipe.schema import Recipe
+from miles.recipe.sglang_rules import sglang_objections
 from miles.recipe.warm_start import origin
 
 
@@ -260,9 +261,9 @@ def _rollout_mode(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
         )
         fix = "set data.global_batch_size below the step's rollouts, or algo.correction.bypass=true, or remove opsm"
         yield Finding("ROLLOUT-MODE", "error", message, fix)
-    if engine.engine != "embedded":
-        message = f"engine.engine {engine.engine} cannot be started by the loop yet"
-        yield Finding("ROLLOUT-MODE", "error", message, "use engine.engine=embedded")
+    if engine.engine == "sglang":
+        for message, fix in sglang_objections(recipe):
+            yield Finding("ROLLOUT-MODE", "error", message, fix)
 
 
 def _devices(recipe: Recipe, facts: Facts) -> Iterator[Finding]:

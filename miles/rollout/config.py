@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -187,6 +188,10 @@ class EngineConfig(StrictModel):
     start_timeout_s: float = Field(120.0, gt=0)
     # SGLang only: further server arguments, e.g. {"mem-fraction-static": 0.5}.
     server_args: dict[str, Any] = Field(default_factory=dict)
+    # SGLang only: the interpreter of its environment, as SGLang pins other versions than ours; None: this one.
+    python: str | None = None
+    # SGLang only: further variables of the server's environment.
+    env: dict[str, str] = Field(default_factory=dict)
 
     @field_validator("host")
     @classmethod
@@ -202,10 +207,22 @@ class EngineConfig(StrictModel):
             raise ValueError(f"{device!r} is no device; use cpu, cuda or cuda:N")
         return device
 
+    @field_validator("python")
+    @classmethod
+    def _python_is_a_path(cls, python: str | None) -> str | None:
+        # Not resolved: the interpreter of a virtual environment is a link to another one.
+        return None if python is None else os.path.abspath(os.path.expanduser(python))
+
     @model_validator(mode="after")
     def _options_fit_engine(self) -> EngineConfig:
-        if self.engine == "embedded" and self.server_args:
-            raise ValueError("engine.server_args is for engine.engine=sglang; the embedded engine takes engine.* keys")
+        for option in ("server_args", "python", "env"):
+            if self.engine == "embedded" and getattr(self, option):
+                raise ValueError(
+                    f"engine.{option} is for engine.engine=sglang; the embedded engine takes engine.* keys, and runs in this "
+                    "interpreter"
+                )
+        if "PYTHONPATH" in self.env:
+            raise ValueError("engine.env.PYTHONPATH is set by the run; install into the environment of engine.python")
         if self.engine != "embedded" and self.nvfp4_experts is not None:
             raise ValueError("engine.nvfp4_experts is for the embedded engine; SGLang takes a converted checkpoint")
         if self.port and self.count > 1:

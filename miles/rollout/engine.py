@@ -15,6 +15,7 @@ import aiohttp
 import orjson
 
 from miles.rollout import access
+from miles.rollout.engines.sglang import wire as sglang_wire
 from miles.rollout.errors import EngineCapabilityError, EngineHttpError, EngineReplyError, EngineUnreachable
 from miles.rollout.messages import GenerateRequest, GenerateResult, SamplingParams, batch_body, is_version, read_replies
 
@@ -155,6 +156,8 @@ class EngineClient:
             raise EngineCapabilityError(
                 f"engine {self.url} does not report its vocabulary size; pass vocab_size to EngineClient"
             )
+        if info.engine == "sglang":
+            sglang_wire.check_request(requests, self.url)
         if first.return_sampling_mask:
             info.require("sampling_mask")
         if first.lora_path is not None:
@@ -229,6 +232,9 @@ class EngineClient:
             timeout_s = self._timeout_s + (self._version_wait_s if requests[0].min_weight_version else 0.0)
             replies = await self._json("POST", "/generate", batch_body(requests), timeout_s=timeout_s)
             assert self._vocab_size is not None
+            assert self._info is not None
+            if self._info.engine == "sglang":
+                replies = sglang_wire.in_our_form(replies, requests)
             results = read_replies(replies, requests, vocab_size=self._vocab_size, engine=self.url)
         except Exception as error:
             for call in calls:

@@ -38,8 +38,39 @@ class EngineLink:
     def close(self) -> None:
         self._connection.close()
 
+    def plain(self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float) -> Any:
+        """A route of a foreign server: its JSON, or None where it answers other text. `EngineSyncError` for no answer,
+        another status than 200 (code `http_<status>`), or `success: false`."""
+        status, raw = self._exchange(method, path, None if body is None else orjson.dumps(body), timeout_s)
+        try:
+            reply = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            reply = None
+        if status != 200 or (isinstance(reply, dict) and reply.get("success") is False):
+            said = reply.get("message", raw[:300]) if isinstance(reply, dict) else raw[:300]
+            raise EngineSyncError(self.url, f"http_{status}", f"{method} {path}: {said}")
+        return reply
+
     def _call(self, method: str, path: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
         """The reply's object. `EngineSyncError` for no answer, another status than 200, or success other than true."""
+        status, raw = self._exchange(method, path, body, timeout_s)
+        try:
+            reply = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise EngineSyncError(self.url, f"http_{status}", f"{method} {path}: {raw[:200]!r}")
+        if status != 200 or reply.get("success") is not True:
+            raise EngineSyncError(
+                self.url,
+                str(reply.get("code", f"http_{status}")),
+                str(reply.get("message", raw[:200])),
+                retry_after_s=reply.get("retry_after_s"),
+            )
+        return reply
+
+    def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body; `EngineSyncError` for no answer in time."""
         connection = self._connection
         try:
             if connection.sock is not None and select.select([connection.sock], [], [], 0)[0]:
@@ -54,24 +85,10 @@ class EngineLink:
             if connection.sock is not None and hasattr(socket, "TCP_QUICKACK"):
                 connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
             response = connection.getresponse()
-            raw = response.read()
+            return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             reason = f"{type(error).__name__} {error}".strip()
             raise EngineSyncError(
                 self.url, "unreachable", f"{method} {path} within {timeout_s:.3g} s: {reason}"
             ) from error
-        try:
-            reply = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            reply = None
-        if not isinstance(reply, dict):
-            raise EngineSyncError(self.url, f"http_{response.status}", f"{method} {path}: {raw[:200]!r}")
-        if response.status != 200 or reply.get("success") is not True:
-            raise EngineSyncError(
-                self.url,
-                str(reply.get("code", f"http_{response.status}")),
-                str(reply.get("message", raw[:200])),
-                retry_after_s=reply.get("retry_after_s"),
-            )
-        return reply

@@ -6,15 +6,19 @@ back by a whole update at the next version, never before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles.sync.engine_link import EngineLink
 from miles.sync.errors import EngineSyncError, NoEngineLeft
 from miles.weight_wire.bucket import SCHEMA
 from miles.weight_wire.table import EngineTable
+
+if TYPE_CHECKING:
+    from miles.sync.entry import SourceSpec
+    from miles.sync.updaters import EngineUpdater
 
 T = TypeVar("T")
 
@@ -66,7 +70,8 @@ def read_engine(link: EngineLink, *, timeout_s: float) -> LiveEngine:
 class LiveSet:
     """The engines a pusher may reach, and which of them are live now."""
 
-    def __init__(self, urls: Iterable[str], *, token: str | None = None):
+    def __init__(self, urls: Iterable[str], updater: EngineUpdater, *, token: str | None = None):
+        self._updater = updater
         self._token = token
         self._handles: dict[str, EngineHandle] = {}
         self._live: dict[str, LiveEngine] = {}
@@ -91,13 +96,15 @@ class LiveSet:
         if self._live.pop(url, None) is not None:
             self.changes += 1
 
-    def freeze(self, *, timeout_s: float) -> tuple[tuple[LiveEngine, ...], dict[str, str]]:
+    def freeze(
+        self, offered: Mapping[str, SourceSpec], *, timeout_s: float
+    ) -> tuple[tuple[LiveEngine, ...], dict[str, str]]:
         """The engines of the coming sync, and url -> reason for those that could not be read.
 
         Reads only engines that are not live yet. `NoEngineLeft` when none answers.
         """
         asked = {
-            url: handle.submit(lambda link: read_engine(link, timeout_s=timeout_s))
+            url: handle.submit(lambda link: self._updater.read(link, offered, timeout_s=timeout_s))
             for url, handle in self._handles.items()
             if url not in self._live
         }

@@ -27,6 +27,7 @@ from miles.sync.sender import BucketSender, Moved
 from miles.sync.source import Weights, checked, weight_map_of
 from miles.sync.transports import BucketTransport, FolderTransport, Transport, choose
 from miles.sync.update import UpdateSession
+from miles.sync.updaters import EngineKind, updater_for
 
 __all__ = ["SyncReport", "UpdateSession", "WeightPusher"]
 
@@ -36,7 +37,7 @@ class WeightPusher:
 
     Blocking; every wait is bounded by `sync.timeout_s` plus bytes / `sync.min_gb_per_s`. Use `close` (or `with`)
     to release connections and shared memory. `directory` is used by the disk transports when `sync.directory` is
-    not set; `nvfp4` is how weights are quantised for engines that store NVFP4; `token` is what the engines' routes want.
+    not set; `engine` is the kind of all engines; `nvfp4` is how weights are quantised for engines that store NVFP4; `token` is what the engines' routes want.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class WeightPusher:
         config: SyncConfig,
         run_id: str,
         *,
+        engine: EngineKind = "embedded",
         token: str | None = None,
         directory: Path | None = None,
         nvfp4: NVFP4QDQConfig | None = None,
@@ -54,7 +56,8 @@ class WeightPusher:
         self._run_id = run_id
         self._directory = Path(config.directory) if config.directory is not None else directory
         self._nvfp4 = nvfp4 or NVFP4QDQConfig()
-        self._live = LiveSet(engine_urls, token=token)
+        self._updater = updater_for(engine)
+        self._live = LiveSet(engine_urls, self._updater, token=token)
         self._checksums = ChecksumPolicy(config.checksum)
         self._transport: Transport | None = None
         self._sender: BucketSender | None = None
@@ -107,6 +110,7 @@ class WeightPusher:
                 self._transport.close()
                 self._transport = None
             self._live.close()
+            self._updater.close()
 
     def _push(self, weights: Weights, version: int, weight_map: Mapping[str, SourceSpec] | None) -> SyncReport:
         clock = _Phases()
@@ -155,7 +159,7 @@ class WeightPusher:
 
     def _prepare(self) -> tuple[SyncPlan, Transport, tuple[LiveEngine, ...], dict[str, str]]:
         """Freeze the live set, plan for it, connect the transport. No engine is touched beyond being read."""
-        engines, away = self._live.freeze(timeout_s=self._config.timeout_s)
+        engines, away = self._live.freeze(self._weight_map, timeout_s=self._config.timeout_s)
         key = (tuple(sorted({e.table.layout_key for e in engines})), self._weight_maps)
         if self._plan is None or key != self._plan_key:
             self._plan = build_plan(self._weight_map, [e.table for e in engines], run_id=self._run_id)
@@ -196,7 +200,9 @@ class WeightPusher:
 
     def _session(self, engines: Sequence[LiveEngine], plan: SyncPlan, version: int) -> UpdateSession:
         buckets = self._transport if isinstance(self._transport, BucketTransport) else None
-        return UpdateSession(engines, self._live, plan, version=version, config=self._config, buckets=buckets)
+        return UpdateSession(
+            engines, self._live, plan, version=version, config=self._config, updater=self._updater, buckets=buckets
+        )
 
     def _reload_whole(
         self, transport: FolderTransport, session: UpdateSession, plan: SyncPlan, version: int, moved: Moved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -13,10 +12,11 @@ import torch
 from miles.sync.config import SyncConfig
 from miles.sync.engine_link import EngineLink
 from miles.sync.errors import EngineSyncError
-from miles.sync.membership import LiveEngine, LiveSet, status_of
+from miles.sync.membership import LiveEngine, LiveSet
 from miles.sync.plan import SyncPlan
 from miles.sync.transports import BucketTransport
-from miles.weight_wire.bucket import SCHEMA, BucketHeader
+from miles.sync.updaters import EngineUpdater, Update
+from miles.weight_wire.bucket import BucketHeader
 
 
 class UpdateSession:
@@ -33,14 +33,14 @@ class UpdateSession:
         *,
         version: int,
         config: SyncConfig,
+        updater: EngineUpdater,
         buckets: BucketTransport | None = None,
     ):
         self.engines = {engine.url: engine for engine in engines}
         self.failures: dict[str, EngineSyncError] = {}
         self._live = live
-        self._plan = plan
-        self._version = version
-        self._config = config
+        self._update = Update(plan, version, config)
+        self._updater = updater
         self._bucket_transport = buckets
         self._tokens: dict[str, str] = {}
 
@@ -55,23 +55,24 @@ class UpdateSession:
         return [engine for url, engine in self.engines.items() if url not in self.failures]
 
     def begin(self) -> None:
-        """Pause every engine and open its session. A busy engine is asked again until its old session must be over."""
-        self._each(self._begin_one)
+        """Pause every engine and open its session."""
+
+        def one(engine: LiveEngine, link: EngineLink) -> None:
+            self._tokens[engine.url] = self._updater.begin(link, engine, self._update)
+
+        self._each(one)
 
     def send(self, layout_key: str, header: BucketHeader, buffer: torch.Tensor) -> list[Future[None]]:
         """Hand one bucket to every working engine of its layout. Returns without waiting."""
         transport = self._buckets
-        route, fields = transport.message(layout_key, header, buffer)
-        common = {**fields, "bucket": header.to_wire(), "flush_cache": False}
-        timeout_s = self._bounded(header.nbytes)
+        message = transport.message(layout_key, header, buffer)
 
         def one(engine: LiveEngine) -> Callable[[EngineLink], None]:
             def call(link: EngineLink) -> None:
                 if engine.url in self.failures:
                     return
                 try:
-                    reply = link.post(route, {**self._fields(engine), **common}, timeout_s=timeout_s)
-                    _check_ack(link.url, header, reply)
+                    self._updater.bucket(link, engine, self._update, self._tokens[engine.url], header, message)
                 except EngineSyncError as error:
                     self.failures[engine.url] = error
 
@@ -88,8 +89,8 @@ class UpdateSession:
         """Have every working engine load what was written; it counts as one bucket."""
 
         def one(engine: LiveEngine, link: EngineLink) -> None:
-            body = {**self._fields(engine), **fields, "flush_cache": False}
-            link.post(route, body, timeout_s=self._bounded(nbytes))
+            token = self._tokens[engine.url]
+            self._updater.folder(link, engine, self._update, token, nbytes, (route, fields))
 
         self._each(one)
 
@@ -97,56 +98,19 @@ class UpdateSession:
         """Close every working engine's session and read back what it serves."""
 
         def one(engine: LiveEngine, link: EngineLink) -> None:
-            body = {**self._fields(engine), "buckets": buckets[engine.table.layout_key]}
-            status = status_of(link.post("/end_weight_update", body, timeout_s=self._bounded(0)))
-            expected = {
-                "state": "serving",
-                "run_id": self._plan.run_id,
-                "weight_version": str(self._version),
-                "plan_digest": self._plan.digest,
-                "engine_epoch": engine.epoch,
-            }
-            found = {key: status.get(key) for key in expected}
-            if found != expected:
-                raise EngineSyncError(link.url, "read_back", f"reports {found} after the update, expected {expected}")
+            count = buckets[engine.table.layout_key]
+            self._updater.end(link, engine, self._update, self._tokens[engine.url], count)
 
         self._each(one)
 
     def abort(self, reason: str) -> None:
-        """Leave no engine in doubt: each that began becomes dirty now instead of at its timeout."""
+        """Leave no engine in doubt: none that began serves until a whole update."""
 
         def one(engine: LiveEngine, link: EngineLink) -> None:
             if engine.url in self._tokens:
-                body = {"session": self._tokens[engine.url], "reason": reason[:500]}
-                link.post("/abort_weight_update", body, timeout_s=self._bounded(0))
+                self._updater.abort(link, self._update, self._tokens[engine.url], reason)
 
         self._each(one)
-
-    def _begin_one(self, engine: LiveEngine, link: EngineLink) -> None:
-        body = {
-            "schema": SCHEMA,
-            "run_id": self._plan.run_id,
-            "weight_version": str(self._version),
-            "selector": self._plan.selectors[engine.table.layout_key],
-            "plan_digest": self._plan.digest,
-            "table_digest": engine.table.table_digest,
-            "engine_epoch": engine.epoch,
-            "pause": self._config.pause,
-            # Longer than we ever wait for another engine: its failure must not cost this one its session.
-            "timeout_s": 2 * self._bounded(self._config.bucket_bytes),
-        }
-        deadline = time.monotonic() + 3 * self._bounded(self._config.bucket_bytes)
-        while True:
-            try:
-                self._tokens[engine.url] = link.post("/begin_weight_update", body, timeout_s=self._bounded(0))[
-                    "session"
-                ]
-                return
-            except EngineSyncError as error:
-                wait_s = min(error.retry_after_s or 0.0, 1.0) + 0.02
-                if error.code != "busy" or time.monotonic() + wait_s > deadline:
-                    raise
-                time.sleep(wait_s)
 
     def _each(self, call: Callable[[LiveEngine, EngineLink], None]) -> None:
         futures = {engine.url: self._live.handle(engine.url).submit(partial(call, engine)) for engine in self.working}
@@ -155,23 +119,3 @@ class UpdateSession:
                 future.result()
             except EngineSyncError as error:
                 self.failures[url] = error
-
-    def _fields(self, engine: LiveEngine) -> dict[str, Any]:
-        return {
-            "session": self._tokens[engine.url],
-            "plan_digest": self._plan.digest,
-            "selector": self._plan.selectors[engine.table.layout_key],
-            "weight_version": str(self._version),
-        }
-
-    def _bounded(self, nbytes: int) -> float:
-        return self._config.timeout_s + nbytes / (self._config.min_gb_per_s * 1e9)
-
-
-def _check_ack(url: str, header: BucketHeader, reply: Mapping[str, Any]) -> None:
-    expected = None if header.digest is None else f"{header.digest:#x}"
-    if (reply.get("sequence"), reply.get("digest")) != (header.sequence, expected):
-        raise EngineSyncError(
-            url, "bad_ack", f"bucket {header.sequence} digest {expected}: acknowledged as {reply.get('sequence')}, "
-            f"{reply.get('digest')}"
-        )  # fmt: skip

@@ -3,4 +3,4 @@
 Knows bytes, dtypes and names; which weights go where is `miles.sync`, who receives them is the engine's affair.
 """
 
-__all__ = ["bucket", "delta", "folder", "shared_buffer", "table"]
+__all__ = ["bucket", "delta", "folder", "server_loader", "shared_buffer", "table"]

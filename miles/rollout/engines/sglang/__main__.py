@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -22,7 +21,8 @@ from typing import Any
 
 from miles.config import MilesError
 from miles.rollout.config import EngineConfig
-from miles.rollout.engines.sglang.arguments import PORTS, server_arguments
+from miles.rollout.engines.sglang.arguments import PORTS, server_arguments, server_environment, server_python
+from miles.rollout.engines.sglang.interpreter import check_interpreter
 from miles.rollout.engines.start_report import end_group_with_parent, say
 from miles.rollout.errors import EngineModelError, EngineStartError
 from miles.rollout.ports import PortTaken, start_on_leased_ports
@@ -56,10 +56,7 @@ def main() -> int:
 
 def start_server(config: EngineConfig, model_dir: Path, weight_version: int) -> tuple[subprocess.Popen[bytes], str]:
     """A healthy server and its address. `EngineStartError` carries the end of the server's output."""
-    if importlib.util.find_spec("sglang") is None:
-        raise EngineModelError(
-            "engine.engine is sglang, but the package sglang is not installed; install it, or use engine.engine=embedded"
-        )
+    check_interpreter(config)
     if not (model_dir / "config.json").is_file():
         raise EngineModelError(f"model folder {model_dir}: config.json is missing; name a Hugging Face model folder")
     deadline = time.monotonic() + config.start_timeout_s
@@ -68,8 +65,9 @@ def start_server(config: EngineConfig, model_dir: Path, weight_version: int) -> 
         if config.port:
             ports[0] = config.port
         arguments = server_arguments(config, model_dir, ports, weight_version=weight_version)
-        command = [sys.executable, "-m", "sglang.launch_server", *arguments]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        command = [server_python(config), "-m", "sglang.launch_server", *arguments]
+        environment = server_environment(config)
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{host}:{ports[0]}"
         _wait_healthy(server, url, deadline, ServerOutput(server))
