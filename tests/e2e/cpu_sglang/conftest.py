@@ -6,14 +6,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from miles.rollout.engines.process import EngineHandle
+
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tests/fast/miles/rollout/helpers"))
-
-from miles.rollout.config import EngineConfig
-from miles.rollout.engines.process import EngineHandle
 
 BUILD_LIMIT_S = 900
 
@@ -44,6 +45,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(sglang_python: str, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
     """A running server, killed at the end of the module."""
+    from miles.rollout.config import EngineConfig
     from miles.rollout.engines.sglang import launch
 
     config = EngineConfig(

@@ -198,11 +198,27 @@ def test_own_code_gets_what_it_declares() -> None:
     assert check(plain, facts()) == []
 
 
-def test_teacher_and_foreign_engine_are_refused_by_name() -> None:
+def test_a_teacher_is_refused_by_name() -> None:
     (teacher,) = findings("TEACHER", (recipe(algo={"opd_coef": 0.5}), facts()))
     assert "algo.opd_coef" in teacher.message
-    (engine,) = findings("ROLLOUT-MODE", (recipe(engine={"engine": "sglang"}), facts()))
-    assert engine.fix == "use engine.engine=embedded"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"rollout": {"top_p": 0.9}}, "rollout.top_p"),
+        ({"rollout": {"ignore_eos": True, "stop_token_ids": [3]}}, "rollout.ignore_eos"),
+        ({"sync": {"transport": "broadcast"}}, "sync.transport broadcast"),
+        ({"sync": {"pause": "in_place"}}, "sync.pause in_place"),
+        ({"placement": {"mode": "colocated"}}, "placement.mode colocated"),
+    ],
+)
+def test_what_an_sglang_server_would_ignore_is_refused_by_name(options, named) -> None:
+    assert findings("ROLLOUT-MODE", (recipe(engine={"engine": "sglang"}), facts())) == []
+    (found,) = findings("ROLLOUT-MODE", (recipe(engine={"engine": "sglang"}, **options), facts()))
+    assert found.message.startswith(named)
+    assert found.severity == "error"
+    assert findings("ROLLOUT-MODE", (recipe(**options), facts())) == []
 
 
 def test_exact_kl_without_scores_on_the_support_is_refused() -> None:
