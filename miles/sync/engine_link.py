@@ -47,7 +47,8 @@ class EngineLink:
         except orjson.JSONDecodeError:
             reply = None
         if status != 200 or (isinstance(reply, dict) and reply.get("success") is False):
-            said = reply.get("message", raw[:300]) if isinstance(reply, dict) else raw[:300]
+            said = reply.get("message") if isinstance(reply, dict) else None
+            said = said or raw[:300].decode(errors="replace")
             raise EngineSyncError(self.url, f"http_{status}", f"{method} {path}: {said}")
         return reply
 

@@ -168,7 +168,7 @@ def _load_counted(model: ServedModel, pieces: list[tuple[str, torch.Tensor]], ta
     finally:
         for parameter, original in loaders:
             if original is None:
-                del parameter.weight_loader
+                del parameter.__dict__["weight_loader"]
             else:
                 parameter.weight_loader = original  # type: ignore[attr-defined]
 

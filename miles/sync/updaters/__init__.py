@@ -79,3 +79,6 @@ def updater_for(kind: EngineKind) -> EngineUpdater:
     from miles.sync.updaters.embedded import EmbeddedUpdater
 
     return EmbeddedUpdater()
+
+
+__all__ = ["EngineKind", "EngineUpdater", "Message", "Update", "updater_for"]

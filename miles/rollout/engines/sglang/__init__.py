@@ -7,4 +7,4 @@ parent. What a build offers is read by `EngineClient.info()`.
 
 from miles.rollout.engines.sglang.launch import launch
 
-__all__ = ["launch"]
+__all__ = ["interpreter", "launch", "wire"]
