@@ -13,7 +13,8 @@ ASYNC = ("rollout.max_staleness=2", "algo.correction.bypass=true")
 WAYS = {
     "on_policy": (),
     "async": ASYNC,
-    "partial": (*ASYNC, "rollout.partial=true", "sync.pause=abort"),
+    # Fewer steps: where requests run, SGLang looks once a second whether all were aborted.
+    "partial": (*ASYNC, "rollout.partial=true", "sync.pause=abort", "run.steps=120"),
 }
 
 
