@@ -234,6 +234,24 @@ def test_bytes_that_changed_on_the_way_are_noticed(server, push, weights, monkey
     assert "/continue_generation" not in routes(server)
 
 
+@pytest.mark.parametrize("sequence", [2, 3])
+def test_a_bucket_out_of_its_turn_is_noticed_where_it_comes(server, push, weights, monkeypatch, sequence):
+    honest = load
+
+    def one_too_many(model, named):
+        honest(model, named)
+        ((name, raw),) = named
+        message = json.loads(bytes(raw.tolist()))
+        if message["kind"] == "bucket":
+            message["bucket"]["sequence"] = sequence
+            honest(model, [(name, torch.tensor(list(json.dumps(message).encode()), dtype=torch.uint8))])
+
+    monkeypatch.setitem(Server.post.__globals__, "load", one_too_many)
+    with pytest.raises(NoEngineLeft, match=f"bucket {sequence} came where 1 was due"):
+        push(weights, 1)
+    assert "/continue_generation" not in routes(server)
+
+
 @pytest.mark.parametrize(
     ("route", "reply", "said"),
     [
