@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
+from miles_ci.bot.access import live_approval
 from miles_ci.bot.actions_io import field
 from miles_ci.bot.marker import Marker
 from miles_ci.bot.prose import prose_lines
+from miles_ci.bot.rerun.comment import final_body
+from miles_ci.bot.rerun.request import Request
 from miles_ci.bot.rerun.state import TERMINAL, rank
+from miles_ci.bot.rerun.verdict import RerunVerdict
 from miles_ci.bot.runs import Run
 from miles_ci.bot.starting import MAX_AGE_S, too_old
 from miles_ci.bot.status_card import pull_of
@@ -70,3 +74,23 @@ def test_a_card_is_for_an_open_pull_request_whose_head_this_is(state: str, sha: 
 def test_a_fence_ends_with_one_of_its_kind_as_long_and_with_nothing_after_it(close: str, ends: bool) -> None:
     seen = [line.text for line in prose_lines(f"before\n```\n/inside\n{close}\n/after")]
     assert seen == (["before", "/after"] if ends else ["before"])
+
+
+def test_a_final_comment_says_superseded_only_where_it_is_told_so() -> None:
+    request = Request(7, SHA, "tests/test_a.py", "", "stage-a", "r1", 1, "someone", {})
+    told = RerunVerdict("passed")
+    plain = final_body(request, 1, 1, "https://example.org", told, [])
+    assert f"at `{SHA[:12]}`" in plain
+    assert "superseded" not in plain
+    assert f"for superseded `{SHA[:12]}`" in final_body(request, 1, 1, "https://example.org", told, [], superseded=True)
+
+
+@pytest.mark.parametrize("output", [None, {}, {"text": None}, {"text": "no JSON"}, {"text": "[]"}])
+def test_a_check_run_without_an_approval_in_it_approves_nothing(output: Any) -> None:
+    check = {
+        "id": 1, "app": {"id": 5}, "head_sha": SHA, "status": "completed", "conclusion": "success",
+        "external_id": "9", "output": output,
+    }  # fmt: skip
+    client: Any = SimpleNamespace(pages=lambda *_, **__: [check])
+    pull: Any = SimpleNamespace(head_sha=SHA, author_id=1, body="")
+    assert live_approval(client, pull, 5) is None
