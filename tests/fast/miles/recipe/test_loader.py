@@ -12,7 +12,8 @@ from rich.console import Console
 
 from miles.config import ConfigError
 from miles.orchestrate.dry_run import describe, parameter_count
-from miles.recipe import digest, load
+from miles.recipe import Recipe, digest, load
+from miles.rollout.engines.sglang.interpreter import NEEDED_ROUTES
 
 ROOT = Path(__file__).resolve().parents[4]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -23,10 +24,24 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def with_stand_in_server(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """The recipe in this interpreter, which finds a package named sglang: its own environment need not be built here."""
+    server = folder / "sglang" / "srt" / "entrypoints" / "http_server.py"
+    server.parent.mkdir(parents=True)
+    write(folder / "sglang" / "__init__.py", "")
+    write(server, "\n".join(f"@app.post({route!r})\ndef route{at}(): ..." for at, route in enumerate(NEEDED_ROUTES)))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"python": None})})
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipe_loads_and_its_dry_run_prints_the_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_recipe_loads_and_its_dry_run_prints_the_plan(
+    path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = load(path)
     assert recipe.description, f"{path}: say in one line what this recipe does"
+    if recipe.engine.engine == "sglang":
+        recipe = with_stand_in_server(recipe, tmp_path, monkeypatch)
     describe(recipe, [], Console(width=200))
     printed = capsys.readouterr().out
     assert f"{parameter_count(recipe):,} parameters" in printed
